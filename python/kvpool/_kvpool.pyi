@@ -2291,6 +2291,7 @@ class PrefixCache(Pool):
         *,
         namespace: Namespace = None,
         limit: SupportsIndex | None = None,
+        agree: Callable[[int], int] | None = None,
     ) -> Lease:
         """Leases the longest cached prefix, in whole pages. The pages found count as used. A miss is a lease of
         length 0, through which the request publishes what it computes.
@@ -2299,9 +2300,15 @@ class PrefixCache(Pool):
             tokens: Token ids of the prompt.
             namespace: A str, bytes or an int; `None` is a namespace of its own.
             limit: Maximum length in tokens. Engines pass `len(tokens) - 1`: the last token must be computed.
+            agree: For ranks that run one model together, with a store below: a function that gets the tokens which
+                this rank has, on the device and in host memory, and returns the smallest number of all ranks, as an
+                all-reduce does. `loadable` is then what all ranks can load, and host memory keeps it until the lease
+                loads, publishes or ends. Called once or, with states, until all agree, equally often on all ranks.
+                Without a store, ranks that make the same calls agree anyway.
 
         Raises:
-            ConfigError: If a token is outside of [0, 2**31), or `limit` is negative.
+            ConfigError: If a token is outside of [0, 2**31), `limit` is negative, or `agree` returns less than the
+                device has or more than this rank has. What `agree` raises.
             TypeError: If `tokens` are not ints, or `namespace` is of another type.
         """
     def fetch(
@@ -3419,7 +3426,7 @@ class HostTier(Pool):
 
     Each page of K and V is one contiguous piece: the K and then the V of the first layer, then of the next.
     Copies run in the background, one after the other in each direction: on a thread or, for a pool on a GPU,
-    on a separate stream. A page is found when it is complete. Pages that the cache has on the device, too,
+    on a separate stream. A page can be loaded from the moment its copy begins. Pages that the cache has on the device, too,
     are evicted last; of the others, the least recently used ones are evicted first.
 
     If there is a driver and the pool is on a GPU, the memory is page-locked in steps on threads, like that of
@@ -3433,8 +3440,8 @@ class HostTier(Pool):
             token of `kv`.
         pin_memory: Whether to page-lock the memory for a pool on a GPU.
         write: When pages are copied there: "through", when they are published; "selective", when a second request
-            uses them; or "back", when they are evicted from the device, where their slots are free when the copy is
-            over. Snapshots of states are copied when they are made or, with "selective", when a second request uses
+            uses them; or "back", when they are evicted from the device: whoever takes their slots comes after the
+            copy. Snapshots of states are copied when they are made or, with "selective", when a second request uses
             them.
 
     Raises:
@@ -3526,14 +3533,15 @@ class Load:
             RuntimeError: If the load was cancelled or failed before it.
         """
     def query(self) -> bool:
-        """Returns whether the load is complete. From then on other requests find the pages, too. Does not wait.
+        """Returns whether the load is complete. When that is known, by this call or by `wait_layer` of the last layer,
+        other requests find the pages, too. Does not wait.
 
         Raises:
             RuntimeError: If it was cancelled or failed: the lease is as long as before, and the request computes.
         """
     def cancel(self) -> None:
-        """Gives up the load unless it is complete: the lease is as long as before, and its slots are free when their
-        copies are over. Does nothing if the load is complete, or the lease was released.
+        """Gives up the load unless it is complete: the lease is as long as before, and its slots are free: their
+        next owner comes after the copies. Does nothing if the load is complete, or the lease was released.
 
         Raises:
             ConfigError: If a planner has the lease: its request uses the slots.

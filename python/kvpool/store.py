@@ -36,8 +36,8 @@ class Store(Closing):
     has to be written again, and many caches can share a store. A snapshot of a state is also a page, of
     another size.
 
-    A cache lets at most half of the host tier wait to be written. The constructor of a subclass calls the one
-    of this class at its end, when its methods can be called.
+    A cache lets a store write at most half of the host tier at a time; other pages wait. The constructor of a
+    subclass calls the one of this class at its end, when its methods can be called.
 
     Memory is passed by its address, for use by networks and other libraries. Do not use it after the call, or
     beyond its size: nothing checks that. From Python, use it through a `memoryview`, which refuses a page of
@@ -71,7 +71,11 @@ class Store(Closing):
 
     @abstractmethod
     def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Return for each key whether its page is in the store."""
+        """Return for each key whether its page is in the store.
+
+        A cache also asks for pages that requests use on the device, at a bounded rate: a store that evicts
+        what was used least recently keeps them by that.
+        """
 
     @abstractmethod
     def read(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[bool]:

@@ -315,7 +315,7 @@ class TierStats(PoolStats):
         skipped: Not written, because there was no room.
         failed: Not written, because a copy failed.
         fetched: Copied from a store.
-        storing: On their way to a store.
+        storing: On their way to a store, those that wait included.
         unstored: Not taken by a store.
         page_locked: Places that are page-locked.
     """

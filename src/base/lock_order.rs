@@ -26,8 +26,6 @@ pub(crate) enum LockRank {
     LoadArrival,
     /// Whether a load has arrived.
     LoadOutcome,
-    /// The pieces of the tier below that a load reads.
-    LoadPieces,
     /// The slots of an allocator.
     Allocator,
     /// The requests of a planner.
@@ -40,12 +38,16 @@ pub(crate) enum LockRank {
     BufferPool,
     /// The track slots of the states.
     TrackSlots,
+    /// The copies that may still use track slots.
+    TrackCopies,
     /// The model whose pages a tier has.
     TierModel,
     /// The page-locking of a tier.
     TierPageLocking,
     /// Pieces of a tier on their way from a store.
     TierPieces,
+    /// Pieces of a tier that wait until a store can take them.
+    WaitingPieces,
     /// The pages of a tier.
     TierPages,
     /// The states of a tier.

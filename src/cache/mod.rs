@@ -48,5 +48,5 @@ pub(crate) use tree::Edges;
 pub use tree::{
     AGE_BUCKETS, Cause, Continuation, Evicted, EvictionRecord, FoundPrefix, Hold, Insertion,
     LowerTierContents, NodeInfo, OfferedPages, OfferedPieces, OfferedState, Pressure, ResumeAt, Segment,
-    SegmentState, Tree, TreePosition, TreeStats, WritePolicy,
+    SegmentState, Tree, TreePosition, TreeStats, UsedRun, WritePolicy,
 };

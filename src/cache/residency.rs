@@ -24,14 +24,17 @@ pub enum DevicePresence {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// A copy from the device is in progress. The page cannot be found yet.
+    /// A copy from the device is in progress. The page can be found: later copies run behind this one.
     Arriving,
-    /// A copy from the store is in progress. A copy from the device may replace it.
+    /// A copy from the store is in progress. The page cannot be found yet, and a copy from the device may
+    /// replace this one.
     Fetched,
     /// The page is complete.
     Ready,
-    /// The page was removed, but its place is still held.
+    /// The page was removed, but its place is still in use.
     Removed,
+    /// The page was removed and its place given up while its copy from the device is in progress.
+    Departed,
     /// The entry is not in use.
     Vacant,
 }
@@ -42,41 +45,60 @@ struct Entry<P> {
     place: P,
     /// A hash of the namespace.
     namespace: u64,
-    /// The number of copies that use the place.
+    /// The number of holds. A held entry has no place in the order of eviction.
     holders: u32,
+    /// The number of readers that keep the place, but do not change when the entry is evicted.
+    readers: u32,
+    /// Whether a copy from the device to the place is in progress.
+    is_copied: bool,
     presence: DevicePresence,
     stage: Stage,
 }
 
+impl<P> Entry<P> {
+    /// Returns whether the page can be found.
+    fn is_there(&self) -> bool {
+        matches!(self.stage, Stage::Arriving | Stage::Ready)
+    }
+
+    /// Returns whether the entry has a place in the order of eviction.
+    fn is_ordered(&self) -> bool {
+        self.is_there() && self.holders == 0
+    }
+}
+
 /// The contents of a tier by key: pages, or snapshots of states.
 ///
-/// An entry can be found once its copy is complete. An entry that copies use keeps its place until the last
-/// copy has ended, even if the entry is removed in the meantime.
+/// A page from the device can be found as soon as its copy begins, so that what is found and what is evicted
+/// depends on the calls alone, not on when copies end: whoever uses the place of an entry orders itself
+/// behind the copies of that place. A page from a store can be found once it is complete. An entry that is
+/// held keeps its place, even if the entry is removed in the meantime.
 ///
-/// Of the entries that no copy uses, those that the device does not have are evicted first, the least
+/// Of the entries that nothing holds, those that the device does not have are evicted first, the least
 /// recently used before the others. Entries that the device has are not looked up in the tier at present, and
 /// will be needed when the device evicts them.
 ///
 /// ```
 /// use kvpool::cache::{DevicePresence, Namespace, Residency};
 /// let mut tier = Residency::default();
-/// let entry = tier.begin([1; 32], &Namespace::Unnamed, "place 0");
-/// assert_eq!((tier.find(&[1; 32]), tier.contains(&[1; 32])), (None, true));
-/// assert_eq!(tier.arrive(entry, DevicePresence::Absent), None);
-/// tier.hold(tier.find(&[1; 32]).unwrap());
-/// assert_eq!(tier.evict(), None, "it is in use");
+/// let entry = tier.begin([1; 32], &Namespace::Unnamed, "place 0", DevicePresence::Absent);
+/// assert_eq!((tier.find(&[1; 32]), tier.find_complete(&[1; 32])), (Some(entry), None));
+/// assert_eq!(tier.evict(|_| true), None, "the call that began the copy holds it");
 /// assert_eq!(tier.release(entry), None);
-/// assert_eq!(tier.evict(), Some(([1; 32], "place 0")));
+/// tier.arrive(entry);
+/// assert_eq!(tier.find_complete(&[1; 32]), Some(entry));
+/// assert_eq!(tier.evict(|_| true), Some(([1; 32], "place 0")));
 /// ```
 #[derive(Debug)]
 pub struct Residency<P> {
     entries: Vec<Entry<P>>,
     vacant: Vec<EntryId>,
     by_key: HashMap<PageHash, EntryId>,
-    /// The entries that are ready and not held, in the order of eviction: those that the device does not
-    /// have, then those that it has.
+    /// The entries that can be found and are not held, in the order of eviction: those that the device does
+    /// not have, then those that it has.
     order: [RecencyList<EntryId>; 2],
     ready: usize,
+    departed: usize,
     clears: u64,
 }
 
@@ -88,19 +110,20 @@ impl<P> Default for Residency<P> {
             by_key: HashMap::new(),
             order: Default::default(),
             ready: 0,
+            departed: 0,
             clears: 0,
         }
     }
 }
 
 impl<P: Copy> Residency<P> {
-    /// Returns the number of pages that can be found.
+    /// Returns the number of pages that are complete.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.ready
     }
 
-    /// Returns whether no page can be found.
+    /// Returns whether no page is complete.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.ready == 0
@@ -112,14 +135,8 @@ impl<P: Copy> Residency<P> {
         self.by_key.len() - self.ready
     }
 
-    /// Returns whether the tier has a page, or a copy of it from the device is in progress.
-    #[must_use]
-    pub fn contains(&self, key: &PageHash) -> bool {
-        self.by_key.get(key).is_some_and(|&entry| self.entry(entry).stage != Stage::Fetched)
-    }
-
     /// Cancels the copy of a page from the store, if one is in progress. Its place stays in use until
-    /// [`Self::arrive`] or [`Self::fail`].
+    /// [`Self::arrive_fetched`] or [`Self::fail_fetched`].
     pub fn cancel_fetch(&mut self, key: &PageHash) {
         if let Some(&entry) = self.by_key.get(key)
             && self.entry(entry).stage == Stage::Fetched
@@ -128,9 +145,16 @@ impl<P: Copy> Residency<P> {
         }
     }
 
-    /// Returns the entry of a page that is complete.
+    /// Returns the entry of a page that is complete, or whose copy from the device has begun.
     #[must_use]
     pub fn find(&self, key: &PageHash) -> Option<EntryId> {
+        let &entry = self.by_key.get(key)?;
+        self.entry(entry).is_there().then_some(entry)
+    }
+
+    /// Returns the entry of a page that is complete.
+    #[must_use]
+    pub fn find_complete(&self, key: &PageHash) -> Option<EntryId> {
         let &entry = self.by_key.get(key)?;
         (self.entry(entry).stage == Stage::Ready).then_some(entry)
     }
@@ -139,12 +163,6 @@ impl<P: Copy> Residency<P> {
     #[must_use]
     pub fn place(&self, entry: EntryId) -> P {
         self.entry(entry).place
-    }
-
-    /// Returns the key of an entry that is held, or was just found.
-    #[must_use]
-    pub fn key(&self, entry: EntryId) -> &PageHash {
-        &self.entry(entry).key
     }
 
     /// Returns the number of calls of [`Self::clear`].
@@ -156,24 +174,36 @@ impl<P: Copy> Residency<P> {
     /// Returns the number of places in use, including those of removed pages that are held.
     #[must_use]
     pub fn in_use(&self) -> usize {
-        self.entries.len() - self.vacant.len()
+        self.entries.len() - self.vacant.len() - self.departed
     }
 
-    /// Begins the copy of a page from the device. The tier must not [contain](Self::contains) the page.
-    pub fn begin(&mut self, key: PageHash, namespace: &Namespace, place: P) -> EntryId {
-        self.add(key, namespace, place, Stage::Arriving)
+    /// Begins the copy of a page from the device, which has it or not. The page must not be
+    /// [there](Self::find). The caller holds the entry: [release](Self::release) it to give it its place in
+    /// the order of eviction.
+    pub fn begin(
+        &mut self,
+        key: PageHash,
+        namespace: &Namespace,
+        place: P,
+        presence: DevicePresence,
+    ) -> EntryId {
+        let id = self.add(key, namespace, place, Stage::Arriving);
+        let here = self.entry_mut(id);
+        (here.is_copied, here.presence) = (true, presence);
+        id
     }
 
     /// Begins the copy of a page from the store. If a copy from the device begins in the meantime, it
-    /// replaces this one.
+    /// replaces this one. The caller holds the entry.
     pub fn begin_fetch(&mut self, key: PageHash, namespace: &Namespace, place: P) -> EntryId {
         self.add(key, namespace, place, Stage::Fetched)
     }
 
     fn add(&mut self, key: PageHash, namespace: &Namespace, place: P, stage: Stage) -> EntryId {
         self.cancel_fetch(&key);
-        let namespace = hash_of(namespace);
-        let entry = Entry { key, place, namespace, holders: 1, presence: DevicePresence::Absent, stage };
+        let (namespace, presence) = (hash_of(namespace), DevicePresence::Absent);
+        let (holders, readers, is_copied) = (1, 0, false);
+        let entry = Entry { key, place, namespace, holders, readers, is_copied, presence, stage };
         let id = if let Some(id) = self.vacant.pop() {
             *self.entry_mut(id) = entry;
             id
@@ -187,19 +217,58 @@ impl<P: Copy> Residency<P> {
         id
     }
 
-    /// Completes the copy of a page, and makes the page the most recently used one. `presence` says whether
-    /// the device still has the page. Returns the place if the page was removed in the meantime.
-    pub fn arrive(&mut self, entry: EntryId, presence: DevicePresence) -> Option<P> {
+    /// Completes the copy of a page from the device.
+    pub fn arrive(&mut self, entry: EntryId) {
         let here = self.entry_mut(entry);
-        if matches!(here.stage, Stage::Arriving | Stage::Fetched) {
-            (here.stage, here.presence) = (Stage::Ready, presence);
+        here.is_copied = false;
+        match here.stage {
+            Stage::Arriving => {
+                here.stage = Stage::Ready;
+                self.ready += 1;
+            }
+            Stage::Departed => self.vacate_departed(entry),
+            _ => (),
+        }
+    }
+
+    /// Abandons the copy of a page from the device. Returns its key, if the page was there, and its place,
+    /// unless something still uses it.
+    pub fn fail(&mut self, entry: EntryId) -> (Option<PageHash>, Option<P>) {
+        let here = self.entry_mut(entry);
+        here.is_copied = false;
+        match here.stage {
+            Stage::Arriving => {
+                let key = here.key;
+                (Some(key), self.remove(entry))
+            }
+            Stage::Departed => {
+                self.vacate_departed(entry);
+                (None, None)
+            }
+            _ => (None, None),
+        }
+    }
+
+    /// Completes the copy of a page from the store. Returns whether the page was not removed in the meantime.
+    /// The caller still holds the entry.
+    pub fn arrive_fetched(&mut self, entry: EntryId) -> bool {
+        let here = self.entry_mut(entry);
+        let is_wanted = here.stage == Stage::Fetched;
+        if is_wanted {
+            here.stage = Stage::Ready;
             self.ready += 1;
         }
+        is_wanted
+    }
+
+    /// Abandons the copy of a page from the store, and ends the hold of its entry. Returns its place.
+    pub fn fail_fetched(&mut self, entry: EntryId) -> Option<P> {
+        self.remove(entry);
         self.release(entry)
     }
 
     /// Records that the device has pages, or no longer has them. This counts as a use, the last page being
-    /// the most recent one. Pages that are not complete in the tier are left out.
+    /// the most recent one. Pages that are not there are left out.
     pub fn set_device_presence<'a>(
         &mut self,
         keys: impl IntoIterator<Item = &'a PageHash>,
@@ -224,13 +293,7 @@ impl<P: Copy> Residency<P> {
         self.entries.iter_mut().for_each(|entry| entry.presence = DevicePresence::Absent);
     }
 
-    /// Abandons the copy of a page. Returns its place.
-    pub fn fail(&mut self, entry: EntryId) -> Option<P> {
-        self.remove(entry);
-        self.release(entry)
-    }
-
-    /// Keeps the place of a complete page until it is released.
+    /// Keeps the place of a page that is there until it is released.
     pub fn hold(&mut self, entry: EntryId) {
         let here = self.entry_mut(entry);
         here.holders += 1;
@@ -240,31 +303,40 @@ impl<P: Copy> Residency<P> {
         }
     }
 
-    /// Ends a hold, which counts as a use. Returns the place if this was the last hold of a removed page.
+    /// Ends a hold, which counts as a use. Returns the place if nothing uses it any more.
     pub fn release(&mut self, entry: EntryId) -> Option<P> {
         let here = self.entry_mut(entry);
         here.holders -= 1;
-        if here.holders > 0 {
-            return None;
-        }
-        let (stage, presence) = (here.stage, here.presence);
-        if stage == Stage::Ready {
+        let presence = here.presence;
+        if here.is_ordered() {
             self.order[presence as usize].push(entry);
         }
-        (stage == Stage::Removed).then(|| self.vacate(entry))
+        self.vacate_unused(entry)
     }
 
-    /// Evicts the first page in the order of eviction. Returns its key and its place; `None` if all pages are
-    /// in use.
-    pub fn evict(&mut self) -> Option<(PageHash, P)> {
-        let oldest = self.order.iter().find_map(RecencyList::oldest)?;
+    /// Keeps the place of a page that is there until [`Self::end_read`]. Does not count as a use, unlike a
+    /// hold.
+    pub fn begin_read(&mut self, entry: EntryId) {
+        self.entry_mut(entry).readers += 1;
+    }
+
+    /// Ends what [`Self::begin_read`] began. Returns the place if nothing uses it any more.
+    pub fn end_read(&mut self, entry: EntryId) -> Option<P> {
+        self.entry_mut(entry).readers -= 1;
+        self.vacate_unused(entry)
+    }
+
+    /// Evicts the first page, in the order of eviction, that nothing reads and whose place `is_usable`.
+    /// Returns its key and its place; `None` if there is none.
+    pub fn evict(&mut self, is_usable: impl Fn(P) -> bool) -> Option<(PageHash, P)> {
+        let can_go = |&entry: &EntryId| self.entry(entry).readers == 0 && is_usable(self.entry(entry).place);
+        let oldest = self.order.iter().flat_map(RecencyList::iter_oldest).find(can_go)?;
         let key = self.entry(oldest).key;
-        self.remove(oldest);
-        Some((key, self.vacate(oldest)))
+        self.remove(oldest).map(|place| (key, place))
     }
 
-    /// Removes the pages of a namespace, or all pages, so that they can no longer be found. Returns their
-    /// keys, and the places that nothing uses.
+    /// Removes the pages of a namespace, or all pages, so that they can no longer be found. Returns the keys
+    /// of those that could, and the places that nothing uses.
     pub fn clear(&mut self, namespace: Option<&Namespace>) -> (Vec<PageHash>, Vec<P>) {
         self.clears += 1;
         let name = namespace.map(hash_of);
@@ -273,13 +345,10 @@ impl<P: Copy> Residency<P> {
             self.by_key.values().copied().filter(|&entry| is_named(self.entry(entry))).collect();
         let (mut keys, mut places) = (Vec::with_capacity(entries.len()), Vec::new());
         for entry in entries {
-            if self.entry(entry).stage == Stage::Ready {
+            if self.entry(entry).is_there() {
                 keys.push(self.entry(entry).key);
             }
-            self.remove(entry);
-            if self.entry(entry).holders == 0 {
-                places.push(self.vacate(entry));
-            }
+            places.extend(self.remove(entry));
         }
         (keys, places)
     }
@@ -301,50 +370,67 @@ impl<P: Copy> Residency<P> {
         &mut self.entries[widen(entry.number())]
     }
 
-    /// Removes a page, so that it can no longer be found.
-    fn remove(&mut self, entry: EntryId) {
+    /// Removes a page, so that it can no longer be found. Returns its place, unless something still uses it.
+    fn remove(&mut self, entry: EntryId) -> Option<P> {
         let here = self.entry(entry);
-        let (key, stage, is_held) = (here.key, here.stage, here.holders > 0);
-        if stage == Stage::Removed {
-            return;
+        if !here.is_there() && here.stage != Stage::Fetched {
+            return None;
         }
-        if stage == Stage::Ready {
-            if !is_held {
-                self.order[here.presence as usize].remove(entry);
-            }
-            self.ready -= 1;
+        let (key, presence) = (here.key, here.presence);
+        let (is_ordered, is_ready) = (here.is_ordered(), here.stage == Stage::Ready);
+        if is_ordered {
+            self.order[presence as usize].remove(entry);
         }
+        self.ready -= usize::from(is_ready);
         self.by_key.remove(&key);
         self.entry_mut(entry).stage = Stage::Removed;
+        self.vacate_unused(entry)
     }
 
-    fn vacate(&mut self, entry: EntryId) -> P {
+    /// Gives up the place of a removed page that nothing uses, and returns it.
+    fn vacate_unused(&mut self, entry: EntryId) -> Option<P> {
         let here = self.entry_mut(entry);
-        here.stage = Stage::Vacant;
+        if here.stage != Stage::Removed || here.holders > 0 || here.readers > 0 {
+            return None;
+        }
         let place = here.place;
+        if here.is_copied {
+            // The number of the entry is used again when its copy is over.
+            here.stage = Stage::Departed;
+            self.departed += 1;
+        } else {
+            here.stage = Stage::Vacant;
+            self.vacant.push(entry);
+        }
+        Some(place)
+    }
+
+    fn vacate_departed(&mut self, entry: EntryId) {
+        self.entry_mut(entry).stage = Stage::Vacant;
+        self.departed -= 1;
         self.vacant.push(entry);
-        place
     }
 
     /// Describes a broken invariant, if there is one.
     #[must_use]
     pub fn broken_invariant(&self) -> Option<String> {
         let of = |stage| self.entries.iter().filter(|entry| entry.stage == stage).count();
-        let counted = [of(Stage::Ready), of(Stage::Arriving) + of(Stage::Fetched), of(Stage::Vacant)];
-        let known = [self.ready, self.arriving(), self.vacant.len()];
+        let arriving = of(Stage::Arriving) + of(Stage::Fetched);
+        let counted = [of(Stage::Ready), arriving, of(Stage::Departed), of(Stage::Vacant)];
+        let known = [self.ready, self.arriving(), self.departed, self.vacant.len()];
         let mut ordered = 0;
         for (order, presence) in self.order.iter().zip([DevicePresence::Absent, DevicePresence::Present]) {
             for entry in order.iter_oldest().map(|entry| self.entry(entry)) {
-                if (entry.stage, entry.presence, entry.holders) != (Stage::Ready, presence, 0) {
+                if !entry.is_ordered() || entry.presence != presence {
                     return Some(format!("{:?} is out of order", entry.key));
                 }
                 ordered += 1;
             }
         }
-        let idle = self.entries.iter().filter(|entry| entry.stage == Stage::Ready && entry.holders == 0);
+        let idle = self.entries.iter().filter(|entry| entry.is_ordered());
         if counted != known || ordered != idle.count() {
             return Some(format!(
-                "{counted:?} entries are ready, arriving and vacant; {known:?} are known, {ordered} in order"
+                "{counted:?} entries are ready, arriving, departed and vacant; {known:?} are known, {ordered} in order"
             ));
         }
         let lost = self.by_key.iter().find(|&(key, &entry)| self.entry(entry).key != *key);

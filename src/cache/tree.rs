@@ -14,6 +14,7 @@ mod publish;
 mod roots;
 mod short_vec;
 mod snapshots;
+mod uses;
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -24,7 +25,7 @@ use super::keys::PageHash;
 use super::node_arena::NodeArena;
 use super::rare_cases::{fingerprint_mask, shared_len};
 use super::rolling_hash::{RollingHash, RollingHasher};
-use super::{BlockTokens, History, Namespace, NodeId, Policy, Tick, Tokens};
+use super::{BlockTokens, History, Namespace, NodeHandle, NodeId, Policy, Tick, Tokens};
 use counts::Counts;
 pub(crate) use edges::Edges;
 use evict::Queues;
@@ -35,6 +36,7 @@ use offers::Offers;
 use roots::Roots;
 use short_vec::ShortVec;
 use snapshots::Snapshots;
+use uses::Uses;
 
 pub use evict::{AGE_BUCKETS, Evicted};
 pub use explain::{Cause, EvictionRecord, Pressure, Segment, SegmentState};
@@ -42,6 +44,7 @@ pub use hold::Hold;
 pub use nodes::{Insertion, NodeInfo};
 pub use offers::{Continuation, LowerTierContents, OfferedPages, OfferedPieces, OfferedState, WritePolicy};
 pub use publish::FoundPrefix;
+pub use uses::UsedRun;
 
 /// A run of whole pages that every prompt with these tokens has used as a whole: the prompts differ only
 /// after its last page, or one of them ends there.
@@ -212,6 +215,8 @@ pub struct Tree {
     keyed: KeyedPages,
     /// The pages and snapshots to copy to the tier below, if there is a tier.
     offers: Option<Offers>,
+    /// The uses that a store below does not know of, if there is one.
+    uses: Option<Uses>,
 }
 
 /// Where a request can resume from a cached prefix.
@@ -249,6 +254,7 @@ impl Tree {
             evictions: EvictionLog::default(),
             keyed: KeyedPages::default(),
             offers: None,
+            uses: None,
         }
     }
 

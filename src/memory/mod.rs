@@ -25,6 +25,7 @@ mod host;
 mod host_rows;
 mod image;
 mod mapped;
+mod memory_limit;
 mod page_locking;
 mod region;
 mod region_writer;
@@ -44,6 +45,7 @@ pub(crate) use host_rows::HostRow;
 pub use host_rows::HostRows;
 pub(crate) use image::Image;
 pub use mapped::{MappedHost, PageKind};
+pub use memory_limit::MemoryLimit;
 pub use page_locking::{
     PageLockEvent, PageLockProgress, PageLockSink, PageLocking, page_lock, page_lock_steps,
 };

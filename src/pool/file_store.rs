@@ -564,6 +564,12 @@ impl Store for FileStore {
         try_collect(keys.iter().map(|key| state.slots.find(key).is_some()))
     }
 
+    /// Reads no file. Pieces behind one that is missing are not used.
+    fn touch(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
+        self.exists(keys)?;
+        self.find(keys)
+    }
+
     fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         self.check_fit(&rows)?;
         self.begin_get(keys, rows)

@@ -1,5 +1,6 @@
 //! States of Gated DeltaNet layers, one per request, and snapshots of them.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -15,6 +16,7 @@ use crate::kernels::{
 };
 use crate::memory::{ALIGNMENT, Backend, Event, Region, Stream};
 use crate::tensor::TensorView;
+use crate::transfer::Transfer;
 
 use super::contract::{Occupancy, Pool, Stats};
 use super::{Footprint, at_least_one, fits_int32, row_ring_bytes};
@@ -112,6 +114,8 @@ pub struct GdnPool {
     rows: LayerRows,
     /// Locked separately, so that long copies of states do not delay it.
     tracks: RankedMutex<Ledgered<RowTable<StateSlot>>>,
+    /// Copies that may still use free track slots.
+    track_copies: RankedMutex<HashMap<StateSlot, Arc<Transfer>>>,
     executor: Executor,
 }
 
@@ -167,6 +171,7 @@ impl GdnPool {
             conv,
             rows,
             tracks: RankedMutex::new(LockRank::TrackSlots, tracks),
+            track_copies: RankedMutex::new(LockRank::TrackCopies, HashMap::new()),
             executor,
         })
     }
@@ -335,9 +340,15 @@ impl GdnPool {
         self.executor.take_fault()
     }
 
-    /// Takes the track slot that has been free longest, or returns `None`.
+    /// Takes the track slot that has been free longest, or returns `None`. Waits for the copy to or from a tier
+    /// that may still use it. The caller holds no lock.
     pub fn alloc_track_slot(&self) -> Option<StateSlot> {
-        self.tracks.lock().alloc_one().map(|taken| taken.row)
+        let slot = self.tracks.lock().alloc_one()?.row;
+        if let Some(copy) = self.track_copies.lock().remove(&slot) {
+            // A failed device copies nothing.
+            let _ = copy.wait();
+        }
+        Some(slot)
     }
 
     /// Frees a track slot; drops and reports one that is not live, or of a snapshot in a prefix cache.
@@ -350,17 +361,19 @@ impl GdnPool {
         Ok(bad)
     }
 
-    /// Takes a track slot for a prefix cache, the `owner`, or returns `None`. Nobody else can free it.
-    pub(super) fn alloc_cached(&self, owner: &Owner) -> Option<StateSlot> {
-        self.tracks.lock().alloc_cached(owner)
+    /// Takes a track slot for a prefix cache, the `owner`, or returns `None`. Nobody else can free it. Also
+    /// returns the copy to or from a tier that may still use the slot.
+    pub(super) fn take_cached(&self, owner: &Owner) -> Option<(StateSlot, Option<Arc<Transfer>>)> {
+        let slot = self.tracks.lock().alloc_cached(owner)?;
+        Some((slot, self.track_copies.lock().remove(&slot)))
     }
 
-    /// Frees track slots of a prefix cache, the `owner`.
-    pub(super) fn free_cached(&self, slots: &[StateSlot], owner: &Owner) {
-        let mut tracks = self.tracks.lock();
-        for &slot in slots {
-            tracks.free_cached(slot, owner);
+    /// Frees a track slot of a prefix cache, the `owner`. `copy` may still use it.
+    pub(super) fn free_cached(&self, slot: StateSlot, copy: Option<Arc<Transfer>>, owner: &Owner) {
+        if let Some(copy) = copy.filter(|copy| !copy.is_over().unwrap_or(false)) {
+            self.track_copies.lock().insert(slot, copy);
         }
+        self.tracks.lock().free_cached(slot, owner);
     }
 
     /// Returns the number of track slots of prefix caches.

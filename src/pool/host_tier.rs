@@ -15,13 +15,13 @@ use crate::cache::{
 };
 use crate::kernels::{PageCopy, PagePair};
 use crate::memory::{Backend, SideStream, Stream};
-use crate::transfer::{CopyQueue, Transfer};
+use crate::transfer::{CopyQueue, EarlierCopy, Transfer};
 
 use super::contract::{Pool, Stats};
 use super::{GdnPool, KvPool, at_least_one};
 use storage::{Arrivals, Resident, Storage};
 
-pub(super) use pieces::{HeldPieces, IncomingPieces, OutgoingPieces, PieceKind};
+pub(super) use pieces::{HeldPieces, IncomingPieces, OutgoingPieces, PieceKind, StoringCount};
 
 /// The shape of a [`HostTier`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +54,8 @@ impl fmt::Debug for HostTier {
 /// them again. Each page is one contiguous piece: K and then V of the first layer, then of the next.
 ///
 /// Copies run beside their callers, in either direction one after the other: on a thread or, for a pool on a
-/// device, on a stream of their own. A page is found when it is complete here.
+/// device, on a stream of their own. A page is found from the moment its copy begins: what reads it, or writes
+/// to its place, runs behind that copy.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -109,8 +110,17 @@ pub(super) struct TierCounts {
     storing: usize,
     /// Calls that are about to send pieces to the store.
     sending: usize,
+    /// Pieces that wait until the store can take them.
+    waiting: usize,
     /// Pieces not taken by the store below.
     unstored: usize,
+}
+
+impl TierCounts {
+    /// Returns the number of pieces on their way to the store, plus the calls that are about to send some.
+    const fn on_way_down(self) -> usize {
+        self.storing + self.sending + self.waiting
+    }
 }
 
 /// Failed copies to a tier.
@@ -129,8 +139,16 @@ pub(super) struct Write {
     pub(super) transfer: Arc<Transfer>,
     pages: Arrivals<Page>,
     states: Arrivals<StateSlot>,
-    /// The pages, if events of their arrival are wanted.
+}
+
+/// The outcome of [`HostTier::write`].
+pub(super) struct Begun {
+    /// The copy, if there is something to copy.
+    pub(super) write: Option<Write>,
+    /// The pages that are copied, if events of them are wanted.
     pub(super) runs: Vec<OfferedPages>,
+    /// The keys of the pages that were evicted for them.
+    pub(super) evicted: Vec<PageHash>,
 }
 
 impl Write {
@@ -253,6 +271,11 @@ impl HostTier {
         self.pages.piece_bytes()
     }
 
+    /// Returns a sixteenth of the number of pages that it has room for, at least 1.
+    pub(super) fn pages_in_sixteenth(&self) -> usize {
+        (self.pages.capacity() / 16).max(1)
+    }
+
     /// Returns the number of bytes of the memory.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
@@ -289,8 +312,8 @@ impl HostTier {
 
     /// Returns the statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and
     /// `state_capacity`; and, with snapshots, the pieces `written`, `loaded`, `evicted`, `skipped` because no
-    /// place was free, `failed`, `fetched` from a store, being written to it (`storing`) and not accepted by
-    /// it (`unstored`); page-locked places (`page_locked`); `bytes`.
+    /// place was free, `failed`, `fetched` from a store, on their way to it (`storing`) and not accepted by it
+    /// (`unstored`); page-locked places (`page_locked`); `bytes`.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let counts = *self.counts.lock();
@@ -308,7 +331,7 @@ impl HostTier {
             ("skipped", counts.skipped),
             ("failed", counts.failed),
             ("fetched", counts.fetched),
-            ("storing", counts.storing + counts.sending),
+            ("storing", counts.on_way_down()),
             ("unstored", counts.unstored),
             ("page_locked", self.storages().map(Storage::page_locked).sum()),
             ("bytes", self.mem_bytes()),
@@ -379,13 +402,18 @@ impl HostTier {
     }
 
     /// Starts to copy the offered pages that are not here, after the work enqueued on the streams `after`.
-    /// Returns the write, if there is something to copy, and the keys of the pages that were evicted for it.
-    /// A copy that cannot be started counts as failed.
-    pub(super) fn write(&self, offered: &OfferedPieces, after: &[Stream]) -> (Option<Write>, Vec<PageHash>) {
+    /// They can be found from now on. `presence` says which of them the device still has. A copy that cannot
+    /// be started counts as failed.
+    pub(super) fn write(
+        &self,
+        offered: &OfferedPieces,
+        presence: impl Fn(Page, &PageHash) -> DevicePresence,
+        after: &[Stream],
+    ) -> Begun {
         let (mut pages, mut states, mut runs) = (Arrivals::new(), Arrivals::new(), Vec::new());
         for run in &offered.pages {
             let numbered = run.keys.iter().zip(run.pages.iter().copied());
-            let begun = self.pages.begin(numbered, &run.namespace, &mut pages);
+            let begun = self.pages.begin(numbered, &run.namespace, &presence, &mut pages);
             if !run.tokens.is_empty() {
                 runs.extend(begun.into_iter().map(|range| run.part(range)));
             }
@@ -393,7 +421,7 @@ impl HostTier {
         if let Some(storage) = &self.states {
             for state in &offered.states {
                 let one = std::iter::once((&state.key, state.slot));
-                storage.begin(one, &state.namespace, &mut states);
+                storage.begin(one, &state.namespace, |_, _| DevicePresence::Absent, &mut states);
             }
         }
         let mut counts = TierCounts {
@@ -402,40 +430,51 @@ impl HostTier {
             ..TierCounts::default()
         };
         let evicted = std::mem::take(&mut pages.evicted);
-        let started = if pages.is_empty() && states.is_empty() {
-            None
-        } else {
-            match self.copy(PageCopy::Out, &pages.pairs(), &states.pairs(), after) {
-                Ok(transfer) => Some(Write { transfer, pages, states, runs }),
+        let mut copy = None;
+        if !pages.is_empty() || !states.is_empty() {
+            // The places of evicted pieces may still be read.
+            let readers: Vec<_> = (self.pages.last_read_of(&pages).into_iter())
+                .chain(self.states.iter().filter_map(|storage| storage.last_read_of(&states)))
+                .collect();
+            match self.copy(PageCopy::Out, &pages.pairs(), &states.pairs(), after, readers) {
+                Ok(transfer) => {
+                    self.pages.begin_copy(&pages, &transfer);
+                    self.states.iter().for_each(|storage| storage.begin_copy(&states, &transfer));
+                    copy = Some(transfer);
+                }
                 Err(failure) => {
                     self.note_failure(&failure);
                     counts.failed += pages.entries.len() + states.entries.len();
                     self.pages.fail(&pages.entries);
-                    self.states.iter().for_each(|storage| storage.fail(&states.entries));
-                    None
+                    self.states.iter().for_each(|storage| drop(storage.fail(&states.entries)));
+                    runs.clear();
                 }
             }
-        };
+        }
+        self.pages.end_begun(&mut pages);
+        self.states.iter().for_each(|storage| storage.end_begun(&mut states));
         self.count(counts);
-        (started, evicted)
+        let write = copy.map(|transfer| Write { transfer, pages, states });
+        Begun { write, runs, evicted }
     }
 
-    /// Ends a write that is complete: its pages can be found from now on. `presence` says which of them the
-    /// device still has.
-    pub(super) fn complete(&self, write: &Write, presence: impl Fn(Page, &PageHash) -> DevicePresence) {
-        self.pages.arrive(&write.pages, presence);
-        self.states.iter().for_each(|storage| storage.arrive(&write.states, |_, _| DevicePresence::Absent));
+    /// Ends a write that is complete.
+    pub(super) fn complete(&self, write: &Write) {
+        self.pages.arrive(&write.pages);
+        self.states.iter().for_each(|storage| storage.arrive(&write.states));
         self.count(TierCounts { written: write.len(), ..TierCounts::default() });
     }
 
     /// Ends a write that has failed, perhaps with its device, or whose pages may have been overwritten.
-    pub(super) fn discard(&self, write: &Write, of_device: Option<&Error>) {
+    /// Returns the keys of the pages that can no longer be found.
+    pub(super) fn discard(&self, write: &Write, of_device: Option<&Error>) -> Vec<PageHash> {
         if let Some(cause) = of_device.or(write.transfer.failure()) {
             self.note_failure(cause);
         }
-        self.pages.fail(&write.pages.entries);
-        self.states.iter().for_each(|storage| storage.fail(&write.states.entries));
+        let keys = self.pages.fail(&write.pages.entries);
+        self.states.iter().for_each(|storage| drop(storage.fail(&write.states.entries)));
         self.count(TierCounts { failed: write.len(), ..TierCounts::default() });
+        keys
     }
 
     /// Starts to copy held pages to pages of the device, layer by layer, and a held snapshot before them,
@@ -455,19 +494,30 @@ impl HostTier {
             Some(storage) => storage.pairs(held.states(), state.as_slice()),
             None => Vec::new(),
         };
-        let transfer = self.copy(PageCopy::In, &pages, &states, &[after])?;
+        // Pieces that are held may still be on their way here.
+        let writers: Vec<_> = (self.pages.last_write_of(held.pages()).into_iter())
+            .chain(self.states.iter().filter_map(|storage| storage.last_write_of(held.states())))
+            .collect();
+        let transfer = self.copy(PageCopy::In, &pages, &states, &[after], writers)?;
+        self.pages.begin_load(held.pages(), &transfer);
+        self.states.iter().for_each(|storage| storage.begin_load(held.states(), &transfer));
         self.count(TierCounts { loaded: pages.len() + states.len(), ..TierCounts::default() });
         Ok(transfer)
     }
 
-    /// Starts a copy: down in one step, up in one for each layer. States are copied first.
+    /// Starts a copy, which runs after the copies `earlier` of the other direction: down in one step, up in
+    /// one for each layer. States are copied first.
     fn copy(
         &self,
         direction: PageCopy,
         pages: &[PagePair<Page>],
         states: &[PagePair<StateSlot>],
         after: &[Stream],
+        earlier: Vec<Arc<Transfer>>,
     ) -> Result<Arc<Transfer>> {
+        // What a load reads must be there; what a write replaces need not have been read.
+        let must_succeed = direction == PageCopy::In;
+        let earlier = earlier.into_iter().map(|copy| EarlierCopy { copy, must_succeed }).collect();
         let layers = self.kv.config().layer_num;
         let (queue, steps) = match direction {
             PageCopy::Out => (&self.down, 1),
@@ -480,7 +530,7 @@ impl HostTier {
             }
             _ => None,
         };
-        queue.start(steps, after, move |step, stream| {
+        queue.start(steps, after, earlier, move |step, stream| {
             if let (0, Some((gdn, pieces, states))) = (step, &gdn) {
                 gdn.copy_pieces(pieces, direction, states, stream)?;
             }
@@ -503,12 +553,11 @@ impl HostTier {
         }
     }
 
-    /// Returns the number of pieces that are being written to the store below, plus the calls that are about
-    /// to send some.
+    /// Returns the number of pieces that are being written to the store below or wait for that, plus the calls
+    /// that are about to send some.
     pub(super) fn storing(&self) -> usize {
         let _gate = ForkGate::enter_on_own_thread();
-        let counts = self.counts.lock();
-        counts.storing + counts.sending
+        self.counts.lock().on_way_down()
     }
 
     /// Takes the causes of copies to the tier that failed since the last call, in words: the first of each

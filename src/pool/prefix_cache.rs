@@ -11,6 +11,7 @@ mod lock;
 mod pages;
 mod pins;
 mod publish;
+mod put_queue;
 mod request;
 mod shared;
 mod taken_slot;
@@ -23,7 +24,7 @@ use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Device, Error, Id, Result, Slot, check_memory};
 use crate::cache::{
     AGE_BUCKETS, BlockTokens, CacheEvent, Cause, Digest, LowerTierContents, Namespace, PolicyKind, Pressure,
-    ResumeAt, Segment, Tokens, Tree, TreeStats,
+    ResumeAt, Segment, Tokens, Tree, TreeStats, WritePolicy,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
@@ -377,13 +378,14 @@ impl PrefixCache {
         stream: Stream,
     ) -> Result<Fetch> {
         let call = self.begin_call(stream);
-        let cache = call.current();
-        let Some(below) = &cache.below else { return Ok(Fetch::empty()) };
-        let Some(backing) = &below.backing else { return Ok(Fetch::empty()) };
+        let mut cache = call.current();
         let Some(continuation) = cache.tree.continuation(namespace, tokens, limit)? else {
             return Ok(Fetch::empty());
         };
-        let page_size = cache.tree.page_size();
+        let CacheState { below: Some(below), tree, .. } = &mut *cache else { return Ok(Fetch::empty()) };
+        below.record_uses(tree);
+        let Some(backing) = &below.backing else { return Ok(Fetch::empty()) };
+        let page_size = tree.page_size();
         let pages = (limit.min(tokens.count()) - continuation.usable) / page_size;
         let pages = pages.min(below.tier.config().size / page_size);
         if pages == 0 {
@@ -397,6 +399,22 @@ impl PrefixCache {
             has_events: self.shared.config.events.is_some(),
         };
         Fetch::begin(backing, sought)
+    }
+
+    /// Returns why the tier below can never have anything that the device lacks, in words, if that is so.
+    #[must_use]
+    pub fn useless_tier(&self) -> Option<String> {
+        let cache = self.shared.state.lock();
+        let below = cache.below.as_ref()?;
+        let (config, capacity) = (below.tier.config(), self.allocator.stats().capacity);
+        let is_useless =
+            config.write == WritePolicy::Through && below.backing.is_none() && config.size <= capacity;
+        is_useless.then(|| {
+            format!(
+                "a HostTier of {} tokens with write=\"through\" has only what the device has, which keeps {capacity}: nothing can be loaded from it; make it larger, or pass write=\"back\"",
+                config.size
+            )
+        })
     }
 
     /// Returns the tier below, if there is one.
@@ -595,6 +613,9 @@ fn new_tree(
     }
     if let Some(below) = below {
         tree.offer(below.tier.config().write, below.digest);
+        if below.backing.is_some() {
+            tree.keep_uses();
+        }
     }
     tree
 }

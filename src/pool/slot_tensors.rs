@@ -6,6 +6,7 @@ mod grants;
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use crate::base::{
@@ -52,6 +53,8 @@ pub(super) struct SlotTensors {
     grants: Grants,
     /// Copies to slots in use. Some of them may be over.
     writers: Vec<Arc<Transfer>>,
+    /// Copies that may still use free pages.
+    copied: Vec<CopiedPages>,
     /// Pools whose rows are poisoned when their slots become free.
     poisoned: Vec<Weak<KvPool>>,
 }
@@ -63,6 +66,13 @@ impl fmt::Debug for SlotTensors {
             .field("device", &self.device)
             .finish_non_exhaustive()
     }
+}
+
+/// Pages that a copy may still use after they were freed. Their next owner has to come after it.
+#[derive(Debug)]
+pub(super) struct CopiedPages {
+    pub(super) copy: Arc<Transfer>,
+    pub(super) pages: Vec<Page>,
 }
 
 /// Slots, as they are handed out.
@@ -140,6 +150,7 @@ impl SlotTensors {
             index_dtype,
             grants: Grants::default(),
             writers: Vec::new(),
+            copied: Vec::new(),
             poisoned: Vec::new(),
         })
     }
@@ -182,9 +193,22 @@ impl SlotTensors {
             return Ok(());
         }
         let pages = self.slots.ledger_mut().map_or(Vec::new(), Ledger::take_freed);
+        // A page that a copy may still read is poisoned when it is handed out.
+        let is_copied =
+            |page: &u32| self.copied.iter().any(|copied| copied.pages.contains(&Page::new(*page)));
+        let runs: Vec<_> = if self.copied.is_empty() {
+            pages
+        } else {
+            pages.into_iter().flatten().filter(|page| !is_copied(page)).map(|page| page..page + 1).collect()
+        };
+        self.poison_runs(&runs, stream)
+    }
+
+    /// Poisons the rows of pages, in the order of `stream`.
+    fn poison_runs(&mut self, runs: &[Range<u32>], stream: Stream) -> Result<()> {
         let page_size = self.slots.page_size();
         let slots: Vec<_> =
-            pages.iter().map(|run| widen(run.start) * page_size..widen(run.end) * page_size).collect();
+            runs.iter().map(|run| widen(run.start) * page_size..widen(run.end) * page_size).collect();
         self.poisoned.retain(|kv| kv.strong_count() > 0);
         self.poisoned.iter().filter_map(Weak::upgrade).try_for_each(|kv| kv.poison(&slots, stream))
     }
@@ -271,6 +295,48 @@ impl SlotTensors {
     pub(super) fn add_writer(&mut self, writer: &Arc<Transfer>) {
         self.writers.retain(|writer| !writer.is_over().unwrap_or(false));
         self.writers.push(Arc::clone(writer));
+    }
+
+    /// Records copies that may still use pages that become free now.
+    pub(super) fn add_copied(&mut self, copied: Vec<CopiedPages>) {
+        self.copied.extend(copied);
+    }
+
+    /// Returns whether a copy may still use free pages.
+    #[inline]
+    pub(super) fn has_copied(&mut self) -> bool {
+        if !self.copied.is_empty() {
+            self.copied.retain(|copied| !copied.copy.is_over().unwrap_or(false));
+        }
+        !self.copied.is_empty()
+    }
+
+    /// Returns the copies that may still use pages which are no longer free, with these pages. The owner of
+    /// the pages has to wait for them, without locks.
+    #[inline]
+    pub(super) fn take_copied(&mut self) -> Vec<CopiedPages> {
+        let mut taken = Vec::new();
+        for CopiedPages { copy, pages } in &mut self.copied {
+            let list = self.slots.pages();
+            let pages: Vec<Page> = pages.extract_if(.., |page| list.is_live(*page)).collect();
+            if !pages.is_empty() {
+                taken.push(CopiedPages { copy: Arc::clone(copy), pages });
+            }
+        }
+        taken
+    }
+
+    /// Poisons pages that no copy uses any more, if a ledger is kept.
+    ///
+    /// # Errors
+    /// See [`KvPool::poison`].
+    pub(super) fn poison_copied(&mut self, copied: &[CopiedPages], stream: Stream) -> Result<()> {
+        if self.poisoned.is_empty() {
+            return Ok(());
+        }
+        let pages = copied.iter().flat_map(|copied| &copied.pages);
+        let runs: Vec<_> = pages.map(|page| page.number()..page.number() + 1).collect();
+        self.poison_runs(&runs, stream)
     }
 
     /// Returns the copies to slots that may not be over, to be stopped without locks.
@@ -518,6 +584,7 @@ impl SlotTensors {
         let mut keeps = abandon(self.group.drain(..).map(|(part, _)| part));
         keeps.extend(self.deferred.clear());
         self.slots.clear();
+        self.copied.clear();
         (keeps, self.fences.take_all())
     }
 

@@ -24,6 +24,15 @@ pub trait Store: fmt::Debug + Send + Sync {
     /// [`ErrorKind::State`] if the store is closed, or belongs to the process that this one was forked from.
     fn find(&self, keys: &[PageHash]) -> Result<Vec<bool>>;
 
+    /// Records a use of consecutive pieces of a prefix, and returns which of them the store has. Without a
+    /// record of uses, it is [`Store::find`].
+    ///
+    /// # Errors
+    /// See [`Store::find`].
+    fn touch(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
+        self.find(keys)
+    }
+
     /// Begins to copy pieces to `rows`, one for each key, which must not be used before they are done. The
     /// row of a piece that is not found has undefined contents.
     ///

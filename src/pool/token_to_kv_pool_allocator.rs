@@ -101,9 +101,10 @@ impl AllocatorConfig {
 ///
 /// The slots that a call hands out depend only on the calls before it, and not on when values of frees
 /// arrive, so that processes that make the same calls get the same slots. Therefore a merge of released slots
-/// waits for values in flight and, in first in, first out order, a free waits behind those in flight. There
+/// waits for values in flight and, in first in, first out order, a free waits behind those in flight. Slots
+/// that a copy to or from a host tier still uses are free; their next owner is ordered behind the copy. There
 /// are two exceptions: slots freed behind a fence, and slots freed by a prefix cache in first in, first out
-/// order, become free at a time that may vary.
+/// order while values are in flight from a device, become free at a time that may vary.
 ///
 /// A `stream` argument is the stream of the caller's work: tensors are valid on it, and values are copied and
 /// rows are poisoned in its order. In host memory it is [`Stream::DEFAULT`].

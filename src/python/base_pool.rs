@@ -10,12 +10,13 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString, PyTuple, PyWeakrefMethods, PyWeakrefReference};
 
 use crate::base::{Device, Error};
+use crate::memory::MemoryLimit;
 pub(super) use crate::pool::Pool as Contract;
 
 use super::debug::{self, Debug, OccupancyTuple};
 use super::framework::current_stream;
 use super::pickling::refuse;
-use super::{args, lock};
+use super::{args, lock, logging};
 
 /// Every pool that is alive, and possibly some that are not.
 static POOLS: Mutex<Vec<Py<PyWeakrefReference>>> = Mutex::new(Vec::new());
@@ -145,6 +146,29 @@ impl BasePool {
         answer
     }
 
+    /// Warns if the pool has more host memory than the process may use: it is made nevertheless, because memory
+    /// counts when it is touched.
+    fn check_memory(slf: &Bound<'_, Self>) {
+        let (device, bytes) =
+            Self::read(slf, |pool| Some((pool.device(), pool.stats().get("bytes")?))).unzip();
+        if device != Some(Device::Cpu) {
+            return;
+        }
+        let bytes = bytes.map_or(0, |bytes| bytes as u64);
+        let Some(limit) = MemoryLimit::now().filter(|limit| bytes > limit.bytes()) else { return };
+        let whose = match limit {
+            MemoryLimit::Container(_) => "memory limit of this container",
+            MemoryLimit::Machine(_) => "memory of this machine",
+        };
+        let (name, own, most) = (slf.get().name(), mebibytes(bytes), mebibytes(limit.bytes()));
+        logging::warn(
+            slf.py(),
+            &format!(
+                "{name} has {own} MiB, more than the {whose}, {most} MiB: when it has touched as much, the system kills the process without an error"
+            ),
+        );
+    }
+
     /// Calls function `name` of the module that reports leaks with this pool.
     fn reported<'py>(slf: &Bound<'py, Self>, name: &str) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
@@ -152,6 +176,11 @@ impl BasePool {
             LEAKS_MODULE.get(py).expect("`kvpool/__init__.py` registers it before a pool can be made");
         reporter.bind(py).call0()?.call_method1(name, (slf,))
     }
+}
+
+/// Returns a number of bytes in MiB, rounded down.
+const fn mebibytes(bytes: u64) -> u64 {
+    bytes >> 20
 }
 
 /// Registers a function that returns the module with `leaks` and `ExpectBalanced`.
@@ -189,6 +218,8 @@ impl BasePool {
             }
             if pools.len() < pools.capacity() {
                 pools.push(this);
+                drop(pools);
+                Self::check_memory(slf);
                 return Ok(());
             }
             pools.iter().map(|pool| pool.clone_ref(py)).collect()
@@ -199,6 +230,8 @@ impl BasePool {
         let mut pools = lock(&POOLS);
         pools.retain(|pool| !gone.iter().any(|gone| pool.is(*gone)));
         pools.push(this);
+        drop(pools);
+        Self::check_memory(slf);
         Ok(())
     }
 

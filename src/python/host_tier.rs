@@ -25,7 +25,7 @@ use super::{logging, wait_in_slices};
 ///
 /// Each page of K and V is one contiguous piece: the K and then the V of the first layer, then of the next.
 /// Copies run in the background, one after the other in each direction: on a thread or, for a pool on a GPU,
-/// on a separate stream. A page is found when it is complete. Pages that the cache has on the device, too,
+/// on a separate stream. A page can be loaded from the moment its copy begins. Pages that the cache has on the device, too,
 /// are evicted last; of the others, the least recently used ones are evicted first.
 ///
 /// If there is a driver and the pool is on a GPU, the memory is page-locked in steps on threads, like that of
@@ -39,8 +39,8 @@ use super::{logging, wait_in_slices};
 ///         token of `kv`.
 ///     pin_memory: Whether to page-lock the memory for a pool on a GPU.
 ///     write: When pages are copied there: "through", when they are published; "selective", when a second request
-///         uses them; or "back", when they are evicted from the device, where their slots are free when the copy is
-///         over. Snapshots of states are copied when they are made or, with "selective", when a second request uses
+///         uses them; or "back", when they are evicted from the device: whoever takes their slots comes after the
+///         copy. Snapshots of states are copied when they are made or, with "selective", when a second request uses
 ///         them.
 ///
 /// Raises:
@@ -231,7 +231,8 @@ impl Load {
         Ok(self.load.wait_layer(layer, current_stream(py, self.device)?)?)
     }
 
-    /// Returns whether the load is complete. From then on other requests find the pages, too. Does not wait.
+    /// Returns whether the load is complete. When that is known, by this call or by `wait_layer` of the last layer,
+    /// other requests find the pages, too. Does not wait.
     ///
     /// Raises:
     ///     RuntimeError: If it was cancelled or failed: the lease is as long as before, and the request computes.
@@ -239,8 +240,8 @@ impl Load {
         Ok(self.load.query(current_stream(py, self.device)?)?)
     }
 
-    /// Gives up the load unless it is complete: the lease is as long as before, and its slots are free when their
-    /// copies are over. Does nothing if the load is complete, or the lease was released.
+    /// Gives up the load unless it is complete: the lease is as long as before, and its slots are free: their
+    /// next owner comes after the copies. Does nothing if the load is complete, or the lease was released.
     ///
     /// Raises:
     ///     ConfigError: If a planner has the lease: its request uses the slots.

@@ -33,7 +33,7 @@ use super::prefix_report::{Segment, event_to_py};
 use super::store_queue::StoreQueue;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
-use super::wait_in_slices;
+use super::{logging, wait_in_slices};
 
 pub(super) use lease::{Lease, Published};
 
@@ -222,6 +222,9 @@ impl PrefixCache {
         let states_of = states.as_ref().map(|states| Arc::clone(&states.get().pool));
         let tier = lower_tier(&tiers, model.as_deref())?;
         let cache = py.detach(|| Cache::new(config, pool, states_of, tier))?;
+        if let Some(warning) = cache.useless_tier() {
+            logging::warn(py, &warning);
+        }
         let tiers = tiers.into_iter().map(Bound::unbind).collect();
         let this = Self { cache, allocator, states, tiers, model, policy: policy.to_owned(), device };
         Ok(BasePool::named(name, Debug::OFF, this))
@@ -234,16 +237,23 @@ impl PrefixCache {
     ///     tokens: Token ids of the prompt.
     ///     namespace: A str, bytes or an int; `None` is a namespace of its own.
     ///     limit: Maximum length in tokens. Engines pass `len(tokens) - 1`: the last token must be computed.
+    ///     agree: For ranks that run one model together, with a store below: a function that gets the tokens which
+    ///         this rank has, on the device and in host memory, and returns the smallest number of all ranks, as an
+    ///         all-reduce does. `loadable` is then what all ranks can load, and host memory keeps it until the lease
+    ///         loads, publishes or ends. Called once or, with states, until all agree, equally often on all ranks.
+    ///         Without a store, ranks that make the same calls agree anyway.
     ///
     /// Raises:
-    ///     ConfigError: If a token is outside of [0, 2**31), or `limit` is negative.
+    ///     ConfigError: If a token is outside of [0, 2**31), `limit` is negative, or `agree` returns less than the
+    ///         device has or more than this rank has. What `agree` raises.
     ///     TypeError: If `tokens` are not ints, or `namespace` is of another type.
-    #[pyo3(signature = (tokens, *, namespace=None, limit=None))]
+    #[pyo3(signature = (tokens, *, namespace=None, limit=None, agree=None))]
     fn r#match(
         slf: &Bound<'_, Self>,
         tokens: &Bound<'_, PyAny>,
         namespace: Option<&Bound<'_, PyAny>>,
         limit: Option<&Bound<'_, PyAny>>,
+        agree: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Lease> {
         let (this, py) = (slf.get(), slf.py());
         let namespace = namespace_of(namespace)?;
@@ -251,6 +261,18 @@ impl PrefixCache {
         let stream = this.stream(py)?;
         let lease =
             with_tokens(tokens, |tokens| Ok(this.cache.match_prefix(&namespace, tokens, limit, stream)?))?;
+        if let Some(agree) = agree {
+            let mut raised = None;
+            let agreed = lease.agree(|have| {
+                let least = agree.call1((have,)).and_then(|least| args::count("the result of agree", &least));
+                least.map_err(|error| {
+                    raised = Some(error);
+                    Error::config("agree has failed")
+                })
+            });
+            raised.map_or(Ok(()), Err)?;
+            agreed?;
+        }
         Ok(Self::lease(slf, lease))
     }
 

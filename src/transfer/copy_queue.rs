@@ -21,7 +21,7 @@ use super::steps::{StepEvent, Transfer};
 /// let done = Arc::new(AtomicUsize::new(0));
 /// let on_thread = Arc::clone(&done);
 /// let step = move |step, _stream| Ok(assert_eq!(on_thread.fetch_add(1, Relaxed), step));
-/// let transfer = queue.start(3, &[Stream::DEFAULT], step).unwrap();
+/// let transfer = queue.start(3, &[Stream::DEFAULT], Vec::new(), step).unwrap();
 /// transfer.make_stream_wait(1, Stream::DEFAULT).unwrap();
 /// assert!(done.load(Relaxed) >= 2);
 /// transfer.wait().unwrap();
@@ -32,6 +32,15 @@ pub struct CopyQueue {
     direction: SideStream,
     gpu: Option<Arc<Gpu>>,
     thread: JobThread,
+}
+
+/// A copy of another queue, after which a copy begins.
+#[derive(Clone, Debug)]
+pub struct EarlierCopy {
+    /// The copy.
+    pub copy: Arc<Transfer>,
+    /// Whether the later copy fails if this one does.
+    pub must_succeed: bool,
 }
 
 impl CopyQueue {
@@ -45,8 +54,10 @@ impl CopyQueue {
         Self { direction, gpu, thread: JobThread::new(name) }
     }
 
-    /// Enqueues a copy in `steps` steps, at least 1, which begins after the earlier copies of this queue and
-    /// after the work that is enqueued on the streams `after`.
+    /// Enqueues a copy in `steps` steps, at least 1, which begins after the earlier copies of this queue, after
+    /// the copies `earlier` of other queues, and after the work that is enqueued on the streams `after`.
+    ///
+    /// A copy of another queue must not itself wait for a later copy of this queue.
     ///
     /// Calls `step` with the number of each step and a stream: with a device, it enqueues the copy of that
     /// step on the stream; without one, it copies before it returns. Does not wait for the copies.
@@ -59,11 +70,12 @@ impl CopyQueue {
         &self,
         steps: usize,
         after: &[Stream],
+        earlier: Vec<EarlierCopy>,
         step: impl FnMut(usize, Stream) -> Result<()> + Send + 'static,
     ) -> Result<Arc<Transfer>> {
         match &self.gpu {
-            None => self.run_on_thread(steps, step),
-            Some(gpu) => self.enqueue(gpu, steps, after, step),
+            None => self.run_on_thread(steps, earlier, step),
+            Some(gpu) => self.enqueue(gpu, steps, after, &earlier, step),
         }
     }
 
@@ -72,10 +84,12 @@ impl CopyQueue {
         gpu: &Arc<Gpu>,
         steps: usize,
         after: &[Stream],
+        earlier: &[EarlierCopy],
         mut step: impl FnMut(usize, Stream) -> Result<()>,
     ) -> Result<Arc<Transfer>> {
         let own = gpu.side_stream(self.direction)?;
         gpu.make_stream_wait(after, own)?;
+        earlier.iter().try_for_each(|earlier| earlier.copy.make_stream_wait_for_all(own))?;
         let enqueued: Result<Vec<_>> = (0..steps)
             .map(|number| {
                 step(number, own)?;
@@ -92,12 +106,31 @@ impl CopyQueue {
     fn run_on_thread(
         &self,
         steps: usize,
-        step: impl FnMut(usize, Stream) -> Result<()> + Send + 'static,
+        earlier: Vec<EarlierCopy>,
+        mut step: impl FnMut(usize, Stream) -> Result<()> + Send + 'static,
     ) -> Result<Arc<Transfer>> {
         let transfer = Arc::new(Transfer::on_thread(steps));
         let on_thread = Arc::clone(&transfer);
-        self.thread.submit(move || run_steps(&on_thread, step))?;
+        self.thread.submit(move || {
+            run_steps(&on_thread, |number, stream| {
+                if number == 0 {
+                    earlier.iter().try_for_each(EarlierCopy::wait)?;
+                }
+                step(number, stream)
+            });
+        })?;
         Ok(transfer)
+    }
+}
+
+impl EarlierCopy {
+    fn wait(&self) -> Result<()> {
+        self.copy.wait()?;
+        if !self.must_succeed || self.copy.is_complete()? {
+            return Ok(());
+        }
+        let cause = self.copy.failure().map_or_else(String::new, |cause| format!(": {cause}"));
+        Err(Error::new(ErrorKind::State, format!("an earlier copy of the same memory has failed{cause}")))
     }
 }
 

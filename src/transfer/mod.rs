@@ -17,7 +17,7 @@ mod folder;
 mod job_thread;
 mod steps;
 
-pub use copy_queue::CopyQueue;
+pub use copy_queue::{CopyQueue, EarlierCopy};
 pub use disk::{AlignedBytes, BLOCK, Disk, DiskFile};
 pub(crate) use disk::{read_whole, to_u64, write_whole};
 pub use folder::{FileCaching, Folder};

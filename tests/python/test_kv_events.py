@@ -1157,3 +1157,30 @@ def test_numbers_of_a_stats_only_grow() -> None:
         assert all(a["bytes"] < b["bytes"] and a["events"] < b["events"] for a, b in pairwise(found))
         assert 0 < found[-1]["buffered_bytes"] <= 500
         assert 0 < found[-1]["buffered"] < found[-1]["batches"] == 8
+
+
+@pytest.mark.parametrize("write", ["through", "selective", "back"])
+@pytest.mark.parametrize("host", [16, 256])
+def test_a_page_is_announced_after_the_page_before_it(write: str, host: int) -> None:
+    """A router drops pages whose parent it does not know: each is known somewhere when its children come."""
+    for seed in range(4):
+        choice = random.Random(seed)  # noqa: S311
+        scene = Scene("cpu", host=host, write=write, events=True)
+        known: dict[str, set[bytes]] = {"device": set(), "host": set()}
+        for _ in range(60):
+            parts = ((4, 2), (4, 2), (8, 3), (4 * choice.randrange(1, 3), 3))
+            scene.keep([token for count, kinds in parts for token in [choice.randrange(kinds)] * count])
+            if choice.random() < 0.4:
+                scene.cache.evict(choice.choice((4, 8, 64)))
+            if choice.random() < 0.4:
+                scene.cache.wait_written()
+            for event in scene.cache.events():
+                if isinstance(event, kvpool.Stored):
+                    assert event.parent is None or event.parent in known["device"] | known["host"]
+                    known[event.tier] |= set(event.pages)
+                elif isinstance(event, kvpool.Removed):
+                    assert known[event.tier] >= set(event.pages)
+                    known[event.tier] -= set(event.pages)
+        scene.cache.wait_written()
+        assert len(known["host"]) == scene.tier.stats()["pages"]
+        scene.end()

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -326,7 +327,7 @@ class BlockingStore(Memory):
     """A store whose answers to one kind of call wait."""
 
     def __init__(self, kind: str) -> None:
-        self.gate, self.kind = threading.Event(), kind
+        self.gate, self.is_asked, self.kind = threading.Event(), threading.Event(), kind
         self.fails = False
         super().__init__()
 
@@ -339,6 +340,7 @@ class BlockingStore(Memory):
         return [False] * len(keys) if self.fails else super().read(keys, addresses, sizes)
 
     def write(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[bool]:
+        self.is_asked.set()
         assert self.kind != "write" or self.gate.wait(30)
         return super().write(keys, addresses, sizes)
 
@@ -389,14 +391,16 @@ def test_what_waits_to_be_written_is_bounded(device: str) -> None:
         scene = Scene(device, store=store, host=28)  # seven pages: four may wait
         scene.keep(PROMPT)
         scene.settle()
-        stats = scene.tier.stats()
-        assert (stats["storing"], stats["unstored"], stats["pages"]) == (4, 2, 6)
-        # Their places are kept until they are written; the others are used again.
+        assert store.is_asked.wait(30)
+        until(lambda: scene.tier.stats()["storing"] == 6)  # four are being written, two wait
+        assert (scene.tier.stats()["unstored"], scene.tier.stats()["pages"]) == (0, 6)
+        # The places of four are kept until they are written; those of the two that wait are used again.
         scene.keep(range(500, 524))
         scene.settle()
         assert scene.tier.stats()["pages"] == 7
         store.gate.set()
         scene.stored()
+        assert scene.tier.stats()["unstored"] > 0
         assert fetched(Scene(device, store=store), PROMPT).length == 16
         scene.end()
 
@@ -783,3 +787,180 @@ def test_a_child_of_a_fork_does_not_wait_for_threads_of_its_parent(tmp_path: Pat
         finally:
             is_over = True
             thread.join()
+
+
+LONG = list(range(240))
+
+
+def test_what_a_slow_store_did_not_take_is_stored_later(device: str) -> None:
+    """In order: nothing that came later lies behind a hole."""
+    with BlockingStore("write") as store:
+        scene = Scene(device, size=512, host=256, store=store)  # 64 pages: 32 may be written at a time
+        scene.keep(LONG[:200])
+        scene.settle()
+        until(lambda: scene.tier.stats()["storing"] == 50)
+        assert not scene.cache.wait_written(0.01)
+        store.gate.set()
+        scene.keep(LONG)
+        assert scene.cache.wait_written(30)
+        assert (len(store.pages), scene.tier.stats()["unstored"]) == (60, 0)
+        assert fetched(Scene(device, size=512, store=store), LONG).length == 240
+        scene.end()
+
+
+def test_a_store_that_takes_a_part_of_each_call_gets_everything(device: str) -> None:
+    class Reluctant(Memory):
+        def write(
+            self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]
+        ) -> Sequence[bool]:
+            taken = super().write(keys[:3], addresses[:3], sizes[:3])
+            return [*taken, *[False] * (len(keys) - 3)][: len(keys)]
+
+    with Reluctant() as store:
+        scene = Scene(device, size=512, host=256, store=store)
+        scene.keep(LONG)
+        assert scene.cache.wait_written(30)
+        assert (len(store.pages), scene.tier.stats()["unstored"]) == (60, 0)
+        scene.end()
+
+
+def test_what_a_store_refused_is_put_again_when_it_is_used(device: str) -> None:
+    class Refusing(Memory):
+        refuses = True
+
+        def write(
+            self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]
+        ) -> Sequence[bool]:
+            return [False] * len(keys) if self.refuses else super().write(keys, addresses, sizes)
+
+    with Refusing() as store:
+        scene = Scene(device, store=store, has_states=True)
+        scene.keep(PROMPT)
+        scene.stored()
+        assert (len(store.pages), scene.tier.stats()["unstored"]) == (0, 7)
+        store.refuses = False
+        scene.cache.match(PROMPT).release()
+        assert fetched(scene, PROMPT).length == 0  # the device has all of it
+        until(lambda: len(store.pages) == 7)
+        assert fetched(Scene(device, store=store, has_states=True), PROMPT).length == 24
+        scene.end()
+
+
+def test_what_every_request_uses_on_the_device_stays_in_the_store(device: str, tmp_path: Path) -> None:
+    """Each request begins alike; the device alone sees that, and the store is too small for all of them."""
+    talks = [[*range(16), *[1000 * number + place for place in range(16)]] for number in range(1, 15)]
+    for turn in range(2):
+        with FileStore(tmp_path, 32 * 4096, page_bytes=PAGE_BYTES, threads=1) as store:
+            scene = Scene(device, size=1024, host=1024, store=store)
+            if turn:
+                assert fetched(scene, talks[-1]).length == 32
+            else:
+                for talk in talks:
+                    fetched(scene, talk)
+                    scene.keep(talk)
+                    assert scene.cache.wait_written(30)
+            scene.end()
+
+
+def test_uses_are_recorded_at_a_bounded_rate_and_never_by_a_match(device: str) -> None:
+    with Memory() as store:
+        scene = stored_prompt(device, store)
+        store.calls.clear()
+        for _ in range(200):
+            scene.cache.match(PROMPT).release()
+        assert not store.calls
+        begin = time.monotonic()
+        for _ in range(200):
+            scene.cache.match(PROMPT).release()
+            fetched(scene, PROMPT)
+        until(lambda: ("find", 6) in store.calls)
+        seconds = time.monotonic() - begin
+        finds = [count for name, count in store.calls if name == "find"]
+        assert 1 <= len(finds) <= 2 + seconds
+        assert set(finds) == {6}
+        scene.end()
+
+
+class Agreement:
+    """What ranks do to agree: the smallest number that any of them passes."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier, self.numbers = threading.Barrier(ranks, timeout=30), [0] * ranks
+
+    def of(self, rank: int) -> Callable[[int], int]:
+        def agree(have: int) -> int:
+            self.numbers[rank] = have
+            self.barrier.wait()
+            least = min(self.numbers)
+            self.barrier.wait()
+            return least
+
+        return agree
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_ranks_agree_on_what_all_of_their_stores_have(*, has_states: bool) -> None:
+    """Their stores have different parts of the prompt; each loads what both have.
+
+    A fetch brings the last snapshot that its store has, so ranks with states fetch again up to what all have.
+    """
+    with Memory() as one, Memory() as other:
+        for store, ends in ((one, (8, 16, 24)), (other, (8, 20))):
+            scene = Scene("cpu", store=store, has_states=has_states)
+            for end in ends:
+                scene.keep(PROMPT[:end])
+                scene.stored()
+            scene.end()
+        common = 8 if has_states else 20  # snapshots are where the prompts ended
+        agreement, results = Agreement(2), [(0, 0, 0)] * 2
+
+        def serve(rank: int) -> None:
+            scene = Scene("cpu", host=40, store=(one, other)[rank], has_states=has_states)
+            agree, limit, least, most = agreement.of(rank), len(PROMPT), 0, 1
+            while least < most:
+                fetch = fetched(scene, PROMPT, limit=limit)
+                with scene.cache.match(PROMPT, limit=limit) as lease:
+                    have = lease.length + lease.loadable
+                least, most = agree(have), -agree(-have)
+                limit = least
+            lease = scene.cache.match(PROMPT, limit=limit, agree=agree)
+            loadable = lease.loadable
+            del fetch
+            # Host memory keeps it, whatever else comes there.
+            for number in range(3):
+                scene.keep([100 * rank + number] * 24)
+            load = some(lease.load())
+            scene.finish(load)
+            scene.check(lease, PROMPT[:common])
+            results[rank] = (loadable, load.length, lease.length)
+            lease.release()
+            scene.end()
+
+        with ThreadPoolExecutor(2) as ranks:
+            for rank in [ranks.submit(serve, rank) for rank in range(2)]:
+                rank.result()
+        assert results == [(common, common, common)] * 2
+
+
+def test_an_agreement_is_between_what_the_device_has_and_what_this_rank_has(device: str) -> None:
+    with Memory() as store:
+        scene = stored_prompt(device, store)
+        scene.forget()
+        for wrong in (28, -1):
+            with pytest.raises(ConfigError, match="agree"):
+                scene.cache.match(PROMPT, agree=partial(max, wrong) if wrong > 0 else partial(min, wrong))
+        with pytest.raises(ZeroDivisionError):
+            scene.cache.match(PROMPT, agree=lambda have: have // 0)
+        scene.keep(PROMPT[:8])
+        with pytest.raises(ConfigError, match="of which 8 are on its device"):
+            scene.cache.match(PROMPT, agree=lambda _have: 4)
+        asked: list[int] = []
+
+        def agree(have: int) -> int:
+            asked.append(have)
+            return 12
+
+        with scene.cache.match(PROMPT, agree=agree) as lease:
+            assert (lease.length, lease.loadable, asked) == (8, 4, [24])
+        assert scene.cache.locked_size() == 0
+        scene.end()

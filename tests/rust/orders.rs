@@ -461,7 +461,7 @@ fn a_step_of_a_copy_is_done_before_its_waiters_go_on() {
             copied.0[step].with_mut(|done| unsafe { *done = step + 1 });
             Ok(())
         };
-        let transfer = queue.start(2, &[], copy).unwrap();
+        let transfer = queue.start(2, &[], Vec::new(), copy).unwrap();
         let is_done = |step: usize| {
             // SAFETY: as above.
             assert_eq!(steps.0[step].with(|done| unsafe { *done }), step + 1);
@@ -485,7 +485,7 @@ fn a_step_of_a_copy_is_done_before_its_waiters_go_on() {
 fn a_cancelled_copy_ends_every_wait() {
     try_all_calls(Some(3), || {
         let queue = CopyQueue::new(SideStream::Out, None);
-        let transfer = queue.start(2, &[], |_, _| Ok(())).unwrap();
+        let transfer = queue.start(2, &[], Vec::new(), |_, _| Ok(())).unwrap();
         let waiter = {
             let transfer = Arc::clone(&transfer);
             spawn(move || transfer.make_stream_wait(1, NO_STREAM))

@@ -1,52 +1,113 @@
 //! The contents of a tier, while copies to it are in progress.
 
-use kvpool::cache::{DevicePresence, Namespace, Residency};
+use kvpool::cache::{DevicePresence, EntryId, Namespace, PageHash, Residency};
 
 const KEY: [u8; 32] = [1; 32];
+
+/// Begins the copy of a page from the device, and lets it be evicted.
+fn copied(tier: &mut Residency<char>, key: PageHash, place: char, presence: DevicePresence) -> EntryId {
+    let entry = tier.begin(key, &Namespace::Unnamed, place, presence);
+    assert_eq!(tier.release(entry), None);
+    entry
+}
 
 #[test]
 fn a_copy_from_the_device_replaces_one_from_the_store() {
     let mut tier = Residency::default();
     let fetched = tier.begin_fetch(KEY, &Namespace::Unnamed, 'a');
-    assert_eq!((tier.contains(&KEY), tier.find(&KEY), tier.arriving()), (false, None, 1));
-    let copied = tier.begin(KEY, &Namespace::Unnamed, 'b');
-    assert_eq!((tier.contains(&KEY), tier.arriving(), tier.in_use()), (true, 1, 2));
+    assert_eq!((tier.find(&KEY), tier.arriving()), (None, 1));
+    let copied = copied(&mut tier, KEY, 'b', DevicePresence::Present);
+    assert_eq!((tier.find(&KEY), tier.arriving(), tier.in_use()), (Some(copied), 1, 2));
     // What the store has sent is of no use.
-    assert_eq!(tier.arrive(fetched, DevicePresence::Absent), Some('a'));
-    assert_eq!(tier.find(&KEY), None);
-    assert_eq!(tier.arrive(copied, DevicePresence::Present), None);
-    assert_eq!((tier.find(&KEY), tier.len(), tier.in_use()), (Some(copied), 1, 1));
+    assert!(!tier.arrive_fetched(fetched));
+    assert_eq!(tier.release(fetched), Some('a'));
+    assert_eq!(tier.find_complete(&KEY), None);
+    tier.arrive(copied);
+    assert_eq!((tier.find_complete(&KEY), tier.len(), tier.in_use()), (Some(copied), 1, 1));
     assert_eq!(tier.broken_invariant(), None);
 }
 
 #[test]
 fn only_a_copy_from_the_store_is_cancelled() {
     let mut tier = Residency::default();
-    let copied = tier.begin(KEY, &Namespace::Unnamed, 'a');
+    let copied = copied(&mut tier, KEY, 'a', DevicePresence::Absent);
     tier.cancel_fetch(&KEY);
-    assert_eq!(tier.arrive(copied, DevicePresence::Absent), None);
+    tier.arrive(copied);
     tier.cancel_fetch(&KEY);
-    assert_eq!((tier.find(&KEY), tier.broken_invariant()), (Some(copied), None));
+    assert_eq!((tier.find_complete(&KEY), tier.broken_invariant()), (Some(copied), None));
+    let fetched = tier.begin_fetch([2; 32], &Namespace::Unnamed, 'b');
+    tier.cancel_fetch(&[2; 32]);
+    assert_eq!((tier.fail_fetched(fetched), tier.broken_invariant()), (Some('b'), None));
 }
 
 #[test]
-fn a_clear_names_the_pages_that_were_complete() {
+fn a_clear_names_the_pages_that_were_found() {
     let mut tier = Residency::default();
-    let arriving = tier.begin([2; 32], &Namespace::Number(1), 'b');
-    let copied = tier.begin(KEY, &Namespace::Number(1), 'a');
-    assert_eq!(tier.arrive(copied, DevicePresence::Absent), None);
+    let name = Namespace::Number(1);
+    let arriving = tier.begin([2; 32], &name, 'b', DevicePresence::Absent);
+    let fetched = tier.begin_fetch(KEY, &name, 'a');
     assert_eq!((tier.clear(Some(&Namespace::Number(2))), tier.clears()), ((Vec::new(), Vec::new()), 1));
-    assert_eq!((tier.clear(Some(&Namespace::Number(1))), tier.clears()), ((vec![KEY], vec!['a']), 2));
-    assert_eq!(tier.arrive(arriving, DevicePresence::Absent), Some('b'));
-    assert_eq!((tier.is_empty(), tier.in_use(), tier.broken_invariant()), (true, 0, None));
+    assert_eq!((tier.clear(Some(&name)), tier.clears()), ((vec![[2; 32]], Vec::new()), 2));
+    assert_eq!((tier.fail_fetched(fetched), tier.release(arriving)), (Some('a'), Some('b')));
+    assert_eq!((tier.in_use(), tier.broken_invariant()), (0, None));
+    tier.arrive(arriving);
+    assert_eq!((tier.is_empty(), tier.find(&[2; 32]), tier.broken_invariant()), (true, None, None));
 }
 
 #[test]
 fn pages_that_the_device_has_are_evicted_last() {
     let mut tier = Residency::default();
-    for (number, presence) in [(1, DevicePresence::Present), (2, DevicePresence::Absent)] {
-        let copied = tier.begin([number; 32], &Namespace::Unnamed, number);
-        assert_eq!(tier.arrive(copied, presence), None);
+    copied(&mut tier, KEY, 'a', DevicePresence::Present);
+    copied(&mut tier, [2; 32], 'b', DevicePresence::Absent);
+    let evicted = [(); 3].map(|()| tier.evict(|_| true));
+    assert_eq!(evicted, [Some(([2; 32], 'b')), Some((KEY, 'a')), None]);
+}
+
+#[test]
+fn the_order_of_eviction_does_not_depend_on_when_copies_end() {
+    let evicted = |ends: &[usize]| {
+        let mut tier = Residency::default();
+        let entries: Vec<_> = [(1, 'a'), (2, 'b'), (3, 'c')]
+            .map(|(key, place)| copied(&mut tier, [key; 32], place, DevicePresence::Absent))
+            .into();
+        for &end in ends {
+            tier.arrive(entries[end]);
+        }
+        let first = tier.evict(|_| true);
+        assert_eq!(tier.broken_invariant(), None);
+        // The number of an entry whose copy is in progress is not used again.
+        let later = copied(&mut tier, [4; 32], 'a', DevicePresence::Absent);
+        assert!(ends.contains(&0) || !entries.contains(&later));
+        (first, tier.find(&[2; 32]).is_some())
+    };
+    assert_eq!(evicted(&[]), (Some((KEY, 'a')), true));
+    assert_eq!(evicted(&[0, 1, 2]), evicted(&[]));
+    assert_eq!(evicted(&[2]), evicted(&[]));
+}
+
+#[test]
+fn what_is_read_keeps_its_place_and_its_turn() {
+    let mut tier = Residency::default();
+    let first = copied(&mut tier, KEY, 'a', DevicePresence::Absent);
+    let second = copied(&mut tier, [2; 32], 'b', DevicePresence::Absent);
+    for entry in [first, second] {
+        tier.arrive(entry);
     }
-    assert_eq!([tier.evict(), tier.evict(), tier.evict()], [Some(([2; 32], 2)), Some((KEY, 1)), None]);
+    tier.begin_read(first);
+    assert_eq!(tier.evict(|place| place != 'b'), None, "one is read, the other cannot be used");
+    assert_eq!(tier.end_read(first), None);
+    assert_eq!(tier.evict(|_| true), Some((KEY, 'a')), "a read is no use");
+    tier.begin_read(second);
+    assert_eq!(tier.clear(None), (vec![[2; 32]], Vec::new()));
+    assert_eq!((tier.end_read(second), tier.broken_invariant()), (Some('b'), None));
+}
+
+#[test]
+fn a_copy_that_fails_leaves_no_page() {
+    let mut tier = Residency::default();
+    let entry = copied(&mut tier, KEY, 'a', DevicePresence::Absent);
+    assert_eq!(tier.fail(entry), (Some(KEY), Some('a')));
+    let entry = copied(&mut tier, KEY, 'a', DevicePresence::Absent);
+    assert_eq!(tier.evict(|_| true), Some((KEY, 'a')));
+    assert_eq!((tier.fail(entry), tier.in_use(), tier.broken_invariant()), ((None, None), 0, None));
 }

@@ -69,6 +69,7 @@ impl Tree {
         };
         self.lock(node);
         self.touch(node, None);
+        self.keep_use(node);
         let found = place.map_or(0, |place| place.len);
         let (len, prompt_len) = (widen(self.node(node).end), tokens.count());
         Ok(Hold { node, len, found, is_author: false, prompt_len, own_snapshot: None })

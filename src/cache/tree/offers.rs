@@ -21,10 +21,11 @@ pub enum WritePolicy {
 
 /// The contents of a tier below.
 pub trait LowerTierContents {
-    /// Returns whether the tier has a complete copy of a page.
+    /// Returns whether the tier has a page, or a copy of it from the device is in progress.
     fn has_page(&self, key: &PageHash) -> bool;
 
-    /// Returns whether the tier has a complete copy of the snapshot of the state at the end of a page.
+    /// Returns whether the tier has the snapshot of the state at the end of a page, or a copy of it from the
+    /// device is in progress.
     fn has_state(&self, key: &PageHash) -> bool;
 }
 
@@ -123,12 +124,19 @@ impl Tree {
         self.offers = Some(Offers { policy, list: OfferedPieces::default() });
     }
 
-    /// Takes the pages and snapshots that were offered since the last call, in order.
+    /// Takes the pages and snapshots that were offered since the last call. Pages come after those before them
+    /// in their prefix, if both are offered.
     ///
     /// The tree no longer finds pages that were offered because they were [evicted](WritePolicy::Back), nor
     /// snapshots that were evicted in the meantime.
     pub fn take_offers(&mut self) -> OfferedPieces {
-        self.offers.as_mut().map_or_else(OfferedPieces::default, |offers| std::mem::take(&mut offers.list))
+        let Some(offers) = &mut self.offers else { return OfferedPieces::default() };
+        let mut list = std::mem::take(&mut offers.list);
+        if offers.policy == WritePolicy::Back {
+            // A prefix is evicted from its end.
+            list.pages.reverse();
+        }
+        list
     }
 
     /// Returns the keys of the pages with which the tier below can continue a hold, for at most the first

@@ -138,6 +138,10 @@ impl Tree {
         }
         self.move_hold(hold, at);
         hold.is_author = is_author;
+        if begin == 0 {
+            // Nothing new: it is used as it is in a match.
+            self.keep_use(at);
+        }
     }
 
     /// Divides new tokens after `node` into segments by what the policy remembers of them.

@@ -25,7 +25,7 @@ impl PieceKind {
     pub(in crate::pool) const ALL: [Self; 2] = [Self::Page, Self::State];
 }
 
-/// Pieces that are complete and keep their places, as long as this lives.
+/// Pieces that keep their places, as long as this lives.
 #[derive(Debug)]
 pub(in crate::pool) struct HeldPieces {
     tier: Arc<HostTier>,
@@ -49,15 +49,6 @@ impl HeldPieces {
     pub(super) fn states(&self) -> &[EntryId] {
         &self.states
     }
-
-    /// Returns the ranges of the pieces of one kind in their memory.
-    pub(in crate::pool) fn ranges(&self, kind: PieceKind) -> Vec<Range<usize>> {
-        let entries = match kind {
-            PieceKind::Page => &self.pages,
-            PieceKind::State => &self.states,
-        };
-        self.tier.storage(kind).map_or(Vec::new(), |storage| storage.ranges(entries))
-    }
 }
 
 impl Drop for HeldPieces {
@@ -78,24 +69,38 @@ impl Drop for SendingGuard {
     }
 }
 
-/// Pieces that are held for a store, which copies them. They are counted meanwhile.
+/// Pieces that a store reads. They keep their places meanwhile.
 #[derive(Debug)]
 pub(in crate::pool) struct OutgoingPieces {
-    pieces: HeldPieces,
+    tier: Arc<HostTier>,
+    kind: PieceKind,
+    entries: Vec<EntryId>,
+}
+
+/// Pieces that are counted as being written to a store, as long as this lives.
+#[derive(Debug)]
+pub(in crate::pool) struct StoringCount {
+    tier: Arc<HostTier>,
     count: usize,
 }
 
+impl Drop for StoringCount {
+    fn drop(&mut self) {
+        let _gate = ForkGate::enter_on_own_thread();
+        self.tier.counts.lock().storing -= self.count;
+    }
+}
+
 impl OutgoingPieces {
-    /// Returns the ranges of the pieces of one kind in their memory.
-    pub(in crate::pool) fn ranges(&self, kind: PieceKind) -> Vec<Range<usize>> {
-        self.pieces.ranges(kind)
+    /// Returns the ranges of the pieces in their memory.
+    pub(in crate::pool) fn ranges(&self) -> Vec<Range<usize>> {
+        self.tier.storage(self.kind).map_or(Vec::new(), |storage| storage.ranges(&self.entries))
     }
 }
 
 impl Drop for OutgoingPieces {
     fn drop(&mut self) {
-        let _gate = ForkGate::enter_on_own_thread();
-        self.pieces.tier.counts.lock().storing -= self.count;
+        self.tier.storage(self.kind).iter().for_each(|storage| storage.end_reads(&self.entries));
     }
 }
 
@@ -147,12 +152,13 @@ impl IncomingPieces {
 impl Drop for IncomingPieces {
     fn drop(&mut self) {
         let entries = std::mem::take(&mut *self.entries.lock());
-        self.storage().iter().for_each(|storage| storage.fail(&entries));
+        self.storage().iter().for_each(|storage| storage.fail_fetched(&entries));
     }
 }
 
 impl HostTier {
-    /// Holds pages and a snapshot for a copy, and records a use of them. `None` if one of them is not here.
+    /// Holds pages and a snapshot, whose copies to the tier may be in progress, and records a use of them.
+    /// `None` if one of them is not here.
     pub(in crate::pool) fn hold(
         self: &Arc<Self>,
         keys: &[PageHash],
@@ -167,15 +173,10 @@ impl HostTier {
         Some(held)
     }
 
-    /// Holds those pieces that are here, and returns their keys.
-    pub(in crate::pool) fn hold_found(
-        self: &Arc<Self>,
-        kind: PieceKind,
-        keys: &[PageHash],
-    ) -> (Vec<PageHash>, HeldPieces) {
+    /// Holds those pieces that are here.
+    pub(in crate::pool) fn hold_found(self: &Arc<Self>, kind: PieceKind, keys: &[PageHash]) -> HeldPieces {
         let found = self.storage(kind).map(|storage| storage.hold_found(keys));
-        let (keys, entries) = found.unwrap_or_default();
-        (keys, HeldPieces::of(self, kind, entries))
+        HeldPieces::of(self, kind, found.unwrap_or_default())
     }
 
     /// Begins to count pieces as on their way to a store, before they are found.
@@ -185,21 +186,39 @@ impl HostTier {
         SendingGuard(Arc::clone(self))
     }
 
-    /// Holds those pieces that are here for a store, and returns their keys. At most half of all places are
-    /// held for a store; pieces beyond that are left out.
+    /// Returns how many more pieces of a kind a store may read: at most half of all places are kept for it.
+    pub(in crate::pool) fn room_to_send(&self, kind: PieceKind) -> usize {
+        let max = self.storage(kind).map_or(0, |storage| storage.capacity().div_ceil(2));
+        let _gate = ForkGate::enter_on_own_thread();
+        max.saturating_sub(self.counts.lock().storing)
+    }
+
+    /// Changes the number of pieces that wait until a store can take them.
+    pub(in crate::pool) fn change_waiting(&self, added: usize, removed: usize) {
+        let _gate = ForkGate::enter_on_own_thread();
+        let mut counts = self.counts.lock();
+        counts.waiting = counts.waiting + added - removed;
+    }
+
+    /// Returns those pieces that are complete here.
+    pub(in crate::pool) fn complete_of(&self, kind: PieceKind, keys: Vec<PageHash>) -> Vec<PageHash> {
+        self.storage(kind).map_or(Vec::new(), |storage| storage.complete_of(keys))
+    }
+
+    /// Keeps those pieces that are complete here for a store, and counts them. Returns their keys.
     pub(in crate::pool) fn send_out(
         self: &Arc<Self>,
         kind: PieceKind,
         keys: &[PageHash],
-    ) -> (Vec<PageHash>, OutgoingPieces) {
-        let max = self.storage(kind).map_or(0, |storage| storage.capacity().div_ceil(2));
-        let mut counts = self.counts.lock();
-        let count = keys.len().min(max.saturating_sub(counts.storing));
-        counts.storing += count;
-        counts.unstored += keys.len() - count;
-        drop(counts);
-        let (keys, pieces) = self.hold_found(kind, &keys[..count]);
-        (keys, OutgoingPieces { pieces, count })
+    ) -> (Vec<PageHash>, OutgoingPieces, StoringCount) {
+        let found = self.storage(kind).map(|storage| storage.begin_reads(keys));
+        let (keys, entries) = found.unwrap_or_default();
+        let count = keys.len();
+        let gate = ForkGate::enter_on_own_thread();
+        self.counts.lock().storing += count;
+        drop(gate);
+        let storing = StoringCount { tier: Arc::clone(self), count };
+        (keys, OutgoingPieces { tier: Arc::clone(self), kind, entries }, storing)
     }
 
     /// Counts pieces that a store did not take.

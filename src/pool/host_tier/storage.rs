@@ -1,5 +1,6 @@
 //! Pieces of host memory of one size, by key.
 
+use std::collections::VecDeque;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,6 +12,7 @@ use crate::index::IndexHandle;
 use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, piece_bytes};
 use crate::memory::{Backend, PageLockEvent, PageLocking, Region};
 use crate::pool::{ChunkConfig, ChunkPool};
+use crate::transfer::Transfer;
 
 use super::HostTierConfig;
 
@@ -21,28 +23,83 @@ pub(super) struct Storage {
     /// The pieces for access in place, if the device can access them there.
     in_place: Option<Pieces>,
     copied: Pieces,
-    resident: RankedMutex<Residency<IndexHandle<ChunkId>>>,
+    resident: RankedMutex<Shelf>,
     /// Page-locking, until it is known to be over.
     locking: RankedMutex<Option<PageLocking>>,
 }
 
+/// The place of a piece.
+type Place = IndexHandle<ChunkId>;
+
+/// The contents of a storage, and the copies that use its places.
+#[derive(Debug, Default)]
+struct Shelf {
+    residency: Residency<Place>,
+    /// Copies from the device, to places.
+    writes: CopyLog,
+    /// Copies to the device, from places.
+    reads: CopyLog,
+    /// Places that have no piece, and that copies may still use.
+    lingering: Vec<Place>,
+}
+
+/// Copies in flight in one direction, in their order, and the places that each uses.
+#[derive(Debug, Default)]
+struct CopyLog(VecDeque<(Arc<Transfer>, Vec<ChunkId>)>);
+
+impl CopyLog {
+    /// Adds a copy that runs after the earlier ones.
+    fn push(&mut self, copy: &Arc<Transfer>, mut places: Vec<ChunkId>) {
+        self.forget_past();
+        if !places.is_empty() {
+            places.sort_unstable();
+            self.0.push_back((Arc::clone(copy), places));
+        }
+    }
+
+    fn forget_past(&mut self) {
+        while self.0.front().is_some_and(|(copy, _)| copy.is_over().unwrap_or(false)) {
+            self.0.pop_front();
+        }
+    }
+
+    /// Returns the last copy that uses one of the places: it is over after all others that do.
+    fn last_of(&mut self, places: &[ChunkId]) -> Option<Arc<Transfer>> {
+        self.forget_past();
+        let uses = |used: &[ChunkId]| places.iter().any(|place| used.binary_search(place).is_ok());
+        self.0.iter().rev().find(|(_, used)| uses(used)).map(|(copy, _)| Arc::clone(copy))
+    }
+
+    /// Returns whether a copy in the log uses a place. It may be over.
+    fn uses(&self, place: ChunkId) -> bool {
+        self.0.iter().any(|(_, used)| used.binary_search(&place).is_ok())
+    }
+}
+
+impl Shelf {
+    /// Returns whether a copy may use a place.
+    fn is_busy(&self, place: Place) -> bool {
+        self.writes.uses(place.index()) || self.reads.uses(place.index())
+    }
+}
+
 /// The contents of a storage, under its lock.
 pub(super) struct Resident<'a> {
-    residency: RankedGuard<'a, Residency<IndexHandle<ChunkId>>>,
+    shelf: RankedGuard<'a, Shelf>,
     _gate: Option<ForkGate>,
 }
 
 impl Deref for Resident<'_> {
-    type Target = Residency<IndexHandle<ChunkId>>;
+    type Target = Residency<Place>;
 
     fn deref(&self) -> &Self::Target {
-        &self.residency
+        &self.shelf.residency
     }
 }
 
 impl DerefMut for Resident<'_> {
     fn deref_mut(&mut self) -> &mut Self::Target {
-        &mut self.residency
+        &mut self.shelf.residency
     }
 }
 
@@ -51,6 +108,9 @@ impl DerefMut for Resident<'_> {
 pub(super) struct Arrivals<I> {
     pub(super) entries: Vec<EntryId>,
     pub(super) keys: Vec<PageHash>,
+    /// The entries that are held until the copy has begun: those that arrive and, between them, those that
+    /// were there before.
+    held: Vec<EntryId>,
     /// The places that they come from.
     pub(super) from: Vec<I>,
     /// The chunks that they go to.
@@ -66,6 +126,7 @@ impl<I> Arrivals<I> {
         Self {
             entries: Vec::new(),
             keys: Vec::new(),
+            held: Vec::new(),
             from: Vec::new(),
             pieces: Vec::new(),
             evicted: Vec::new(),
@@ -122,7 +183,7 @@ impl Storage {
         // The locking of a single step is done.
         let locking = locking.filter(|locking| locking.steps() > 1);
         let locking = RankedMutex::new(LockRank::TierPageLocking, locking);
-        let resident = RankedMutex::new(rank, Residency::default());
+        let resident = RankedMutex::new(rank, Shelf::default());
         Ok(Self { chunks, in_place, copied, resident, locking })
     }
 
@@ -130,7 +191,7 @@ impl Storage {
     pub(super) fn resident(&self) -> Resident<'_> {
         // Threads of stores lock it, too.
         let gate = ForkGate::enter_on_own_thread();
-        Resident { residency: self.resident.lock(), _gate: gate }
+        Resident { shelf: self.resident.lock(), _gate: gate }
     }
 
     pub(super) fn piece_bytes(&self) -> usize {
@@ -189,22 +250,30 @@ impl Storage {
     }
 
     /// Takes a place for each key that is not here, in order and as long as there are places. Returns those
-    /// that got one.
+    /// that got one. `presence` says whether the device has a page.
+    ///
+    /// The pieces of all keys are held until [`Self::end_begun`], so that none of them
+    /// is evicted for another one: a page is of no use without those before it.
     pub(super) fn begin<'a, I: Id>(
         &self,
         numbered: impl Iterator<Item = (&'a PageHash, I)>,
         namespace: &Namespace,
+        presence: impl Fn(I, &PageHash) -> DevicePresence,
         arrivals: &mut Arrivals<I>,
     ) -> Vec<Range<usize>> {
         let mut resident = self.resident();
         let mut begun: Vec<Range<usize>> = Vec::new();
         let mut is_full = false;
         for (at, (key, from)) in numbered.enumerate() {
-            if resident.contains(key) {
-                resident.set_device_presence([key], DevicePresence::Present);
+            let presence = presence(from, key);
+            if let Some(entry) = resident.find(key) {
+                resident.set_device_presence([key], presence);
+                resident.hold(entry);
+                arrivals.held.push(entry);
                 continue;
             }
-            let place = if is_full { None } else { self.place(&mut resident, &mut arrivals.evicted) };
+            let place =
+                if is_full { None } else { self.place_for_copy(&mut resident, &mut arrivals.evicted) };
             let Some(place) = place else {
                 // Pages after this one would not be found.
                 is_full = true;
@@ -213,7 +282,9 @@ impl Storage {
             };
             arrivals.from.push(from);
             arrivals.pieces.push(place.index());
-            arrivals.entries.push(resident.begin(*key, namespace, place));
+            let entry = resident.begin(*key, namespace, place, presence);
+            arrivals.entries.push(entry);
+            arrivals.held.push(entry);
             arrivals.keys.push(*key);
             match begun.last_mut().filter(|last| last.end == at) {
                 Some(last) => last.end += 1,
@@ -221,6 +292,37 @@ impl Storage {
             }
         }
         begun
+    }
+
+    /// Returns the last copy to the device that still reads a place of the arrivals: their copy has to run
+    /// after it.
+    pub(super) fn last_read_of<I>(&self, arrivals: &Arrivals<I>) -> Option<Arc<Transfer>> {
+        self.resident().shelf.reads.last_of(&arrivals.pieces)
+    }
+
+    /// Returns the last copy from the device that still writes one of the held entries.
+    pub(super) fn last_write_of(&self, held: &[EntryId]) -> Option<Arc<Transfer>> {
+        let mut resident = self.resident();
+        let places: Vec<ChunkId> = held.iter().map(|&entry| resident.place(entry).index()).collect();
+        resident.shelf.writes.last_of(&places)
+    }
+
+    /// Records that `copy` writes the arrivals. Call [`Self::end_begun`] then.
+    pub(super) fn begin_copy<I>(&self, arrivals: &Arrivals<I>, copy: &Arc<Transfer>) {
+        self.resident().shelf.writes.push(copy, arrivals.pieces.clone());
+    }
+
+    /// Lets the pieces of [`Self::begin`] be evicted, the first of them last.
+    pub(super) fn end_begun<I>(&self, arrivals: &mut Arrivals<I>) {
+        let held = std::mem::take(&mut arrivals.held);
+        self.release(&held);
+    }
+
+    /// Records that `copy` reads held entries.
+    pub(super) fn begin_load(&self, held: &[EntryId], copy: &Arc<Transfer>) {
+        let mut resident = self.resident();
+        let places: Vec<ChunkId> = held.iter().map(|&entry| resident.place(entry).index()).collect();
+        resident.shelf.reads.push(copy, places);
     }
 
     /// Takes a place for each key that is not here and will be fetched from below, in order and as long as
@@ -237,10 +339,10 @@ impl Storage {
             return None;
         }
         for key in keys {
-            if resident.contains(key) {
+            if resident.find(key).is_some() {
                 continue;
             }
-            let Some(place) = self.place(&mut resident, &mut arrivals.evicted) else {
+            let Some(place) = self.idle_place(&mut resident, &mut arrivals.evicted) else {
                 // Pages after this one would not be found.
                 arrivals.skipped = 1;
                 break;
@@ -257,16 +359,17 @@ impl Storage {
         let mut resident = self.resident();
         let (arrived, missing) = entries.split_at(count.min(entries.len()));
         for &entry in missing {
-            self.free(resident.fail(entry));
+            let place = resident.fail_fetched(entry);
+            self.free(&mut resident, place);
         }
         let mut held = Vec::new();
         for &entry in arrived {
-            // Another copy may have completed it first.
-            if let Some(place) = resident.arrive(entry, DevicePresence::Absent) {
-                self.free([place]);
-            } else {
-                resident.hold(entry);
+            if resident.arrive_fetched(entry) {
                 held.push(entry);
+            } else {
+                // Another copy has replaced it.
+                let place = resident.release(entry);
+                self.free(&mut resident, place);
             }
         }
         held
@@ -280,47 +383,76 @@ impl Storage {
         }
     }
 
-    /// Returns a place for one more piece: a free one or, if there is none, that of the piece that is evicted
-    /// first.
-    fn place(
-        &self,
-        resident: &mut Residency<IndexHandle<ChunkId>>,
-        evicted: &mut Vec<PageHash>,
-    ) -> Option<IndexHandle<ChunkId>> {
+    /// Returns a place for one more piece from the device: a free one or, if there is none, that of the piece
+    /// that is evicted first. Earlier copies may still use it.
+    fn place_for_copy(&self, resident: &mut Resident<'_>, evicted: &mut Vec<PageHash>) -> Option<Place> {
         let free = self.chunks.try_allocate_one().ok().flatten();
+        let free = free.or_else(|| resident.shelf.lingering.pop());
         free.or_else(|| {
-            let (key, place) = resident.evict()?;
+            let (key, place) = resident.evict(|_| true)?;
             evicted.push(key);
             Some(place)
         })
     }
 
-    fn free(&self, places: impl IntoIterator<Item = IndexHandle<ChunkId>>) {
+    /// Works like [`Self::place_for_copy`], with places that no copy uses.
+    fn idle_place(&self, resident: &mut Resident<'_>, evicted: &mut Vec<PageHash>) -> Option<Place> {
+        self.free_lingering(resident);
+        let free = self.chunks.try_allocate_one().ok().flatten();
+        free.or_else(|| {
+            let Shelf { residency, writes, reads, .. } = &mut *resident.shelf;
+            let is_idle = |place: Place| !writes.uses(place.index()) && !reads.uses(place.index());
+            let (key, place) = residency.evict(is_idle)?;
+            evicted.push(key);
+            Some(place)
+        })
+    }
+
+    /// Frees places that have no piece, unless a copy may use them: these linger.
+    fn free(&self, resident: &mut Resident<'_>, places: impl IntoIterator<Item = Place>) {
         for place in places {
+            if resident.shelf.is_busy(place) {
+                resident.shelf.lingering.push(place);
+                continue;
+            }
             let freed = self.chunks.free(place);
             debug_assert!(freed.is_ok_and(|bad| bad.dropped() == 0), "the place was taken");
         }
     }
 
-    /// Makes arrivals complete.
-    pub(super) fn arrive<I: Id>(
-        &self,
-        arrivals: &Arrivals<I>,
-        presence: impl Fn(I, &PageHash) -> DevicePresence,
-    ) {
-        let mut resident = self.resident();
-        // The first piece is used last, so that it is evicted last.
-        for (&entry, &from) in arrivals.entries.iter().zip(&arrivals.from).rev() {
-            let presence = presence(from, resident.key(entry));
-            self.free(resident.arrive(entry, presence));
-        }
+    /// Frees the lingering places that copies have left.
+    fn free_lingering(&self, resident: &mut Resident<'_>) {
+        resident.shelf.writes.forget_past();
+        resident.shelf.reads.forget_past();
+        let lingering = std::mem::take(&mut resident.shelf.lingering);
+        self.free(resident, lingering);
     }
 
-    /// Gives up arrivals.
-    pub(super) fn fail(&self, entries: &[EntryId]) {
+    /// Makes arrivals complete.
+    pub(super) fn arrive<I>(&self, arrivals: &Arrivals<I>) {
+        let mut resident = self.resident();
+        arrivals.entries.iter().for_each(|&entry| resident.arrive(entry));
+        self.free_lingering(&mut resident);
+    }
+
+    /// Gives up arrivals that no copy writes any more, and returns the keys of those that could be found.
+    pub(super) fn fail(&self, entries: &[EntryId]) -> Vec<PageHash> {
+        let mut resident = self.resident();
+        let mut keys = Vec::new();
+        for &entry in entries {
+            let (key, place) = resident.fail(entry);
+            keys.extend(key);
+            self.free(&mut resident, place);
+        }
+        keys
+    }
+
+    /// Gives up pieces from a store.
+    pub(super) fn fail_fetched(&self, entries: &[EntryId]) {
         let mut resident = self.resident();
         for &entry in entries {
-            self.free(resident.fail(entry));
+            let place = resident.fail_fetched(entry);
+            self.free(&mut resident, place);
         }
     }
 
@@ -337,15 +469,40 @@ impl Storage {
         Some(entries)
     }
 
-    /// Holds the entries that exist among `keys`. Returns their keys and the entries.
-    pub(super) fn hold_found(&self, keys: &[PageHash]) -> (Vec<PageHash>, Vec<EntryId>) {
+    /// Holds the entries that exist among `keys`.
+    pub(super) fn hold_found(&self, keys: &[PageHash]) -> Vec<EntryId> {
         let mut resident = self.resident();
-        let found = keys.iter().filter_map(|key| Some((*key, resident.find(key)?)));
-        let (keys, entries): (Vec<_>, Vec<_>) = found.unzip();
+        let entries: Vec<_> = keys.iter().filter_map(|key| resident.find(key)).collect();
         for &entry in &entries {
             resident.hold(entry);
         }
+        entries
+    }
+
+    /// Begins to read the complete entries among `keys`. Returns their keys and the entries.
+    pub(super) fn begin_reads(&self, keys: &[PageHash]) -> (Vec<PageHash>, Vec<EntryId>) {
+        let mut resident = self.resident();
+        let found = keys.iter().filter_map(|key| Some((*key, resident.find_complete(key)?)));
+        let (keys, entries): (Vec<_>, Vec<_>) = found.unzip();
+        for &entry in &entries {
+            resident.begin_read(entry);
+        }
         (keys, entries)
+    }
+
+    /// Ends what [`Self::begin_reads`] began.
+    pub(super) fn end_reads(&self, entries: &[EntryId]) {
+        let mut resident = self.resident();
+        for &entry in entries {
+            let place = resident.end_read(entry);
+            self.free(&mut resident, place);
+        }
+    }
+
+    /// Returns those of `keys` that are complete here.
+    pub(super) fn complete_of(&self, keys: Vec<PageHash>) -> Vec<PageHash> {
+        let resident = self.resident();
+        keys.into_iter().filter(|key| resident.find_complete(key).is_some()).collect()
     }
 
     /// Returns the ranges in [`Self::region`] of entries that are held, or arrive.
@@ -364,7 +521,8 @@ impl Storage {
     pub(super) fn release(&self, entries: &[EntryId]) {
         let mut resident = self.resident();
         for &entry in entries.iter().rev() {
-            self.free(resident.release(entry));
+            let place = resident.release(entry);
+            self.free(&mut resident, place);
         }
     }
 
@@ -379,14 +537,14 @@ impl Storage {
     pub(super) fn clear(&self, namespace: Option<&Namespace>) -> Vec<PageHash> {
         let mut resident = self.resident();
         let (keys, places) = resident.clear(namespace);
-        self.free(places);
+        self.free(&mut resident, places);
         keys
     }
 
     pub(super) fn broken_invariant(&self) -> Option<String> {
         let resident = self.resident();
         let in_use = self.chunks.counts(|chunks, _| chunks.in_use());
-        let used = resident.in_use();
+        let used = resident.in_use() + resident.shelf.lingering.len();
         resident
             .broken_invariant()
             .or_else(|| (in_use != used).then(|| format!("{in_use} places are taken, {used} are used")))

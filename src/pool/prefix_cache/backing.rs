@@ -5,13 +5,14 @@ use std::sync::{Arc, Weak};
 
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{ForkGate, Result, run_blocking};
-use crate::cache::{Continuation, Digest, LowerTierContents, PageHash, StoreKeys};
+use crate::cache::{Continuation, Digest, LowerTierContents, PageHash, StoreKeys, UsedRun};
 use crate::memory::{HostRows, Keep, Stream};
-use crate::pool::host_tier::{IncomingPieces, OutgoingPieces, PieceKind};
+use crate::pool::host_tier::{IncomingPieces, PieceKind};
 use crate::pool::{HostTier, Store, StoreTransfer};
 use crate::transfer::{JobThread, Transfer};
 
 use super::CacheCore;
+use super::put_queue::PutQueue;
 
 /// Pages that are looked for in a store at once, and snapshots, which have more parts.
 const SURVEYED: usize = 512;
@@ -23,9 +24,7 @@ pub(super) struct Backing {
     /// The part that threads use.
     store_access: Arc<StoreAccess>,
     cache_ref: Arc<CacheRef>,
-    /// The thread that waits for copies to the tier, and then computes the names of their pieces and puts
-    /// them in the store. Calls of the cache would take too long if they did this.
-    puts: JobThread,
+    puts: Arc<PutQueue>,
     fetches: JobThread,
 }
 
@@ -155,11 +154,37 @@ impl StoreAccess {
         Ok(present.chunks(names.parts()).map(|parts| parts.iter().all(|part| *part)).collect())
     }
 
-    /// Begins to put pieces that are held for it.
-    fn put(&self, kind: PieceKind, keys: &[PageHash], outgoing: OutgoingPieces) -> Result<()> {
+    /// Records a use of consecutive pieces, and finds which of them the store has. Waits for it.
+    pub(super) fn touch(&self, kind: PieceKind, keys: &[PageHash]) -> Result<Vec<bool>> {
+        if keys.is_empty() {
+            return Ok(Vec::new());
+        }
         let names = self.names(kind);
-        let rows = names.rows(&self.tier, kind, &outgoing.ranges(kind), Arc::new(outgoing))?;
-        self.store.put(names.of(keys), rows).map(drop)
+        let present = self.store.touch(&names.of(keys))?;
+        Ok(present.chunks(names.parts()).map(|parts| parts.iter().all(|part| *part)).collect())
+    }
+
+    /// Begins to put pieces in `ranges` of the tier's memory, which `owner` keeps.
+    pub(super) fn put(
+        &self,
+        kind: PieceKind,
+        keys: &[PageHash],
+        ranges: &[Range<usize>],
+        owner: Keep,
+    ) -> Result<Arc<StoreTransfer>> {
+        let names = self.names(kind);
+        let rows = names.rows(&self.tier, kind, ranges, owner)?;
+        self.store.put(names.of(keys), rows)
+    }
+
+    /// Returns which pieces a put that is over has stored; `None` while it is not over.
+    pub(super) fn stored(&self, kind: PieceKind, transfer: &StoreTransfer) -> Option<Vec<bool>> {
+        // In the child of a fork nothing is stored.
+        if !transfer.query().unwrap_or(true) {
+            return None;
+        }
+        let present = transfer.present().unwrap_or_default();
+        Some(present.chunks(self.names(kind).parts()).map(|parts| parts.iter().all(|part| *part)).collect())
     }
 
     /// Begins to get pieces that are expected.
@@ -256,8 +281,8 @@ impl Backing {
         let names = |kind| PieceNames::new(tier, kind, store.max_bytes(), model, digest);
         let (pages, states) = (names(PieceKind::Page), names(PieceKind::State));
         let store_access = Arc::new(StoreAccess { tier: Arc::clone(tier), store, pages, states });
-        let [puts, fetches] = ["kvpool-put", "kvpool-fetch"].map(JobThread::new);
-        Ok(Self { store_access, cache_ref: Arc::default(), puts, fetches })
+        let puts = Arc::new(PutQueue::new(&store_access));
+        Ok(Self { store_access, cache_ref: Arc::default(), puts, fetches: JobThread::new("kvpool-fetch") })
     }
 
     pub(super) const fn cache_ref(&self) -> &Arc<CacheRef> {
@@ -273,40 +298,30 @@ impl Backing {
         &self.fetches
     }
 
-    /// Has a thread put the pieces that a copy has brought to the tier in the store. The tier counts those
-    /// that the store does not take.
+    /// Has a thread put the pieces that a copy has brought to the tier in the store.
     pub(super) fn put<'a>(&self, keys: impl Fn(PieceKind) -> &'a [PageHash]) {
         for kind in PieceKind::ALL {
-            let (keys, outgoing) = self.store_access.tier.send_out(kind, keys(kind));
-            if keys.is_empty() {
-                continue;
-            }
-            let (store_access, count) = (Arc::clone(&self.store_access), keys.len());
-            let put = move || {
-                if store_access.put(kind, &keys, outgoing).is_err() {
-                    store_access.tier.count_unstored(count);
-                }
-            };
-            if self.puts.submit(put).is_err() {
-                self.store_access.tier.count_unstored(count);
-            }
+            self.puts.add(kind, keys(kind));
         }
+        self.puts.send();
+    }
+
+    /// Has a thread tell the store that parts of prefixes were used, unless it is still busy with the last
+    /// call. A run comes before the run that it follows.
+    pub(super) fn record_uses(&self, used: impl FnOnce() -> Vec<UsedRun>) {
+        self.puts.record_uses(used);
     }
 
     /// Waits until every piece was passed to the store. Called when the cache is dropped.
     pub(super) fn finish(&self) {
-        let (sender, given) = std::sync::mpsc::channel::<()>();
-        // If there is no thread, no piece waits. When the job is done or dropped, its end of the channel is
-        // dropped.
-        let _ = self.puts.submit(move || drop(sender));
-        let _ = run_blocking(move || given.recv());
+        self.puts.finish();
     }
 
     /// Has a thread complete a copy to the tier when it is over.
     pub(super) fn await_copy(&self, copy: &Arc<Transfer>, stream: Stream) {
         let (copy, cache_ref) = (Arc::clone(copy), Arc::clone(&self.cache_ref));
         // Without a thread, the next call of the cache completes it.
-        let _ = self.puts.submit(move || {
+        let _ = self.puts.thread().submit(move || {
             let _ = copy.wait();
             cache_ref.visit(|shared| {
                 if let Some(allocator) = shared.allocator.upgrade() {

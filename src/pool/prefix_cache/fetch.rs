@@ -86,10 +86,10 @@ impl FetchRequest {
             return None;
         }
         drop(contents);
-        Some([(PieceKind::Page, keys.as_slice()), (PieceKind::State, last)].map(|(kind, keys)| {
-            let (_, held) = tier.hold_found(kind, keys);
-            held
-        }))
+        Some(
+            [(PieceKind::Page, keys.as_slice()), (PieceKind::State, last)]
+                .map(|(kind, keys)| tier.hold_found(kind, keys)),
+        )
     }
 }
 
@@ -255,14 +255,14 @@ impl FetchJob<'_> {
         let AvailablePages { keys, missing, lacks_state } = &available;
         let tier = self.store_access.tier();
         // Pieces that are there already must not be evicted for the others.
-        self.keep(tier.hold_found(PieceKind::Page, keys).1);
+        self.keep(tier.hold_found(PieceKind::Page, keys));
         let state = keys.last().map(std::slice::from_ref).unwrap_or_default();
         if *lacks_state {
             if self.fetch_pieces(PieceKind::State, state, |_| ())? < state.len() {
                 return Ok(());
             }
         } else {
-            self.keep(tier.hold_found(PieceKind::State, state).1);
+            self.keep(tier.hold_found(PieceKind::State, state));
         }
         let wanted: Vec<PageHash> = missing.iter().map(|&at| keys[at]).collect();
         let mut places = missing.iter().copied();

@@ -47,6 +47,10 @@ impl Lease {
         Self { shared, namespace, clears, stream, state: RankedMutex::new(LockRank::Lease, state), allocator }
     }
 
+    pub(super) const fn stream(&self) -> Stream {
+        self.stream
+    }
+
     /// Returns the namespace of the prefix.
     #[must_use]
     pub const fn namespace(&self) -> &Namespace {
@@ -207,7 +211,7 @@ impl Lease {
         states.check_working(row)?;
         // States come before the first layer.
         if let Some(load) = lock.load.as_ref().filter(|load| !load.has_arrived) {
-            load.shared.transfer().make_stream_wait(0, stream)?;
+            load.shared.wait_state(stream)?;
         }
         let source = snapshot.map_or(Source::Zeros, |slot| Source::Slot(slot.into()));
         states.set_state(row, source, stream)

@@ -79,8 +79,8 @@ impl LeaseState {
         })
     }
 
-    /// Moves the hold to the end of a load that is complete in the order of `stream`, or gives up one that
-    /// has failed, which is returned, to be dropped without locks.
+    /// Moves the hold to the end of a load that is known to be complete, in the order of `stream`, or gives up
+    /// one that has failed, which is returned, to be dropped without locks.
     pub(super) fn settle(
         &mut self,
         call: &CacheCall<'_>,
@@ -90,9 +90,8 @@ impl LeaseState {
         let has_request = self.request().is_some();
         let Self { hold, load, .. } = self;
         let Some(load) = load.as_mut().filter(|load| !load.has_arrived) else { return Ok(None) };
-        // Asked first, so that a load that ends between the two questions does not count as failed.
-        let may_give_up = !has_request && load.shared.transfer().is_over()?;
-        if load.shared.transfer().is_complete_on(stream)? {
+        let may_give_up = !has_request && load.shared.has_failed()?;
+        if load.shared.is_complete_on(stream)? {
             if let Some(fallback) = load.settle(cache, hold)? {
                 let evicted = cache.tree.release(fallback);
                 call.give_back(cache, evicted);

@@ -18,6 +18,7 @@ use super::lock::PrefixLock;
 use super::taken_slot::TakenSlot;
 use super::tier_link::ReleasedPieces;
 use super::{CacheCore, CacheState, Lease};
+use crate::pool::slot_tensors::CopiedPages;
 
 /// The tokens that a tier could add to a prefix.
 #[derive(Debug, Default)]
@@ -26,6 +27,8 @@ pub(super) struct Loadable {
     pub(super) tokens: Vec<i32>,
     /// The keys of their pages.
     pub(super) keys: Vec<PageHash>,
+    /// Keeps the pages in the tier, if ranks have agreed on them.
+    pub(super) kept: Option<HeldPieces>,
 }
 
 /// A load that leases share: it copies a part of a prefix from the tier below to pages of the cache. The tree
@@ -44,8 +47,6 @@ pub(super) struct SharedLoad {
     pages: Vec<Page>,
     state: Option<StateSlot>,
     copies: Copies,
-    /// The pieces that the load reads; `None` once it no longer reads them.
-    pieces: RankedMutex<Option<HeldPieces>>,
     arrived: RankedMutex<Option<ArrivedLoad>>,
 }
 
@@ -98,6 +99,20 @@ pub struct Load {
 struct Copies {
     transfer: Arc<Transfer>,
     outcome: Arc<RankedMutex<Outcome>>,
+    /// Whether a caller has waited for the last layer, or has been told that the load is complete. Until then
+    /// the load counts as in flight, so that the results of other calls do not depend on when it ends.
+    is_known_complete: Arc<AtomicBool>,
+}
+
+impl Copies {
+    /// See [`Transfer::make_stream_wait`].
+    fn make_stream_wait(&self, layer: usize, stream: Stream) -> Result<()> {
+        self.transfer.make_stream_wait(layer, stream)?;
+        if layer + 1 == self.transfer.steps() {
+            self.is_known_complete.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
 }
 
 impl Load {
@@ -124,7 +139,7 @@ impl Load {
     /// # Errors
     /// See [`Transfer::make_stream_wait`].
     pub fn wait_layer(&self, layer: usize, stream: Stream) -> Result<()> {
-        self.copies.as_ref().map_or(Ok(()), |copies| copies.transfer.make_stream_wait(layer, stream))
+        self.copies.as_ref().map_or(Ok(()), |copies| copies.make_stream_wait(layer, stream))
     }
 
     /// Returns whether all layers have arrived. Then the cache has the pages, for other requests too.
@@ -133,10 +148,11 @@ impl Load {
     /// [`ErrorKind::State`] if it was cancelled or failed, or its lease has ended before: then the request
     /// computes; [`ErrorKind::Driver`] when the device has failed.
     pub fn query(&self, stream: Stream) -> Result<bool> {
-        let Some(Copies { transfer, outcome }) = &self.copies else { return Ok(true) };
+        let Some(Copies { transfer, outcome, is_known_complete }) = &self.copies else { return Ok(true) };
         if !transfer.is_over()? {
             return Ok(false);
         }
+        is_known_complete.store(true, Ordering::Release);
         if let Some(lease) = self.lease.upgrade() {
             lease.complete_load(stream);
         }
@@ -147,8 +163,8 @@ impl Load {
         Err(Error::new(ErrorKind::State, format!("the load of {} tokens has ended early", self.len)))
     }
 
-    /// Gives up the load if it is not complete: the lease ends where it did before, and the pages are free
-    /// when their copies are over. Does nothing if the load is complete, or the lease was released.
+    /// Gives up the load if it is not complete: the lease ends where it did before, and the pages are free,
+    /// and their next owner comes after the copies. Does nothing if the load is complete, or the lease was released.
     ///
     /// # Errors
     /// [`ErrorKind::Config`] when a planner has the lease, whose request uses the pages.
@@ -192,6 +208,65 @@ struct LoadRequest<'a> {
 }
 
 impl Lease {
+    /// Shortens what the tier below could add to what all ranks have, and keeps that in the tier until it is
+    /// loaded, or the lease ends or grows. For ranks with a store below: it may bring other pages to their
+    /// tiers. `least` gets the tokens that this rank has, with those of the lease, and returns the smallest of
+    /// these numbers of all ranks. It is called without locks, and equally often on all ranks: once or, with
+    /// states, until they agree.
+    ///
+    /// # Errors
+    /// See [`Self::len`]; [`ErrorKind::Config`] for a result that is below the length of the lease, which
+    /// ranks that make the same calls have in common, or above what this rank has; the error of `least`.
+    pub fn agree(&self, mut least: impl FnMut(usize) -> Result<usize>) -> Result<()> {
+        let (len, is_stateful) = (self.len()?, self.shared.states.is_some());
+        let (mut have, mut before) = (self.keep_loadable(usize::MAX)?, None);
+        loop {
+            let all = least(len + have)?;
+            let agreed = all.checked_sub(len).filter(|agreed| *agreed <= have).ok_or_else(|| {
+                Error::config(format!(
+                    "agree returned {all}; this rank has {}, of which {len} are on its device",
+                    len + have
+                ))
+            })?;
+            have = self.keep_loadable(agreed)?;
+            // The second time, all ranks have a snapshot there.
+            if !is_stateful || before == Some(all) {
+                return Ok(());
+            }
+            before = Some(all);
+        }
+    }
+
+    /// Shortens what the tier below could add to at most `limit` tokens, and keeps it in the tier. Returns the
+    /// number of tokens.
+    fn keep_loadable(&self, limit: usize) -> Result<usize> {
+        self.with(self.stream(), |_, cache, lease| {
+            let Some(below) = &cache.below else { return Ok(0) };
+            let (is_stateful, page_size) = (cache.tree.is_stateful(), cache.tree.page_size());
+            let Loadable { mut tokens, mut keys, kept: before } = std::mem::take(&mut lease.loadable);
+            let mut end = limit.min(tokens.len()) / page_size;
+            let mut kept = None;
+            while end > 0 && kept.is_none() {
+                let found = cache.tree.find(&lease.hold, &&tokens[..end * page_size])?.len() / page_size;
+                let contents = below.tier.contents();
+                let run = keys[found..end].iter().take_while(|key| contents.has_page(key)).count();
+                let has_end = |end: &usize| !is_stateful || contents.has_state(&keys[end - 1]);
+                end = (1..=found + run).rev().find(has_end).unwrap_or(0);
+                // The call below locks the tier.
+                drop(contents);
+                if let Some(last) = end.checked_sub(1) {
+                    let state = is_stateful.then(|| &keys[last]);
+                    kept = below.tier.hold(&keys[found.min(end)..end], state);
+                }
+            }
+            tokens.truncate(end * page_size);
+            keys.truncate(end);
+            lease.loadable = Loadable { tokens, keys, kept };
+            drop(before);
+            Ok(end * page_size)
+        })
+    }
+
     /// Loads the tokens that the tier below has after the prefix, at most `limit` of them. The lease has
     /// their pages from now on; call [`Load::wait_layer`] before work that uses a layer of them. Pages that
     /// other leases are loading or have loaded are not loaded twice. `None` if there are not enough slots, or
@@ -250,6 +325,8 @@ impl Lease {
         })?;
         let transfer = started.ok_or_else(cleared_error)?;
         drop(call);
+        // Later copies to their places run behind this one.
+        drop(pieces);
         self.shared.change_loading(self.clears, |loading| loading + pages.len());
         let load = Arc::new(SharedLoad {
             shared: Arc::clone(&self.shared),
@@ -262,8 +339,8 @@ impl Lease {
             copies: Copies {
                 transfer,
                 outcome: Arc::new(RankedMutex::new(LockRank::LoadOutcome, Outcome::default())),
+                is_known_complete: Arc::default(),
             },
-            pieces: RankedMutex::new(LockRank::LoadPieces, Some(pieces)),
             arrived: RankedMutex::new(LockRank::LoadArrival, None),
         });
         Ok((load, lock))
@@ -393,8 +470,31 @@ fn check_idle(lease: &LeaseState) -> Result<()> {
 }
 
 impl SharedLoad {
-    pub(super) const fn transfer(&self) -> &Arc<Transfer> {
-        &self.copies.transfer
+    /// Returns whether the load is known to be complete, in the order of `stream`.
+    ///
+    /// # Errors
+    /// See [`Transfer::is_over`].
+    pub(super) fn is_complete_on(&self, stream: Stream) -> Result<bool> {
+        let is_known = self.copies.is_known_complete.load(Ordering::Acquire);
+        Ok(is_known && self.copies.transfer.is_complete_on(stream)?)
+    }
+
+    /// Returns whether the load has ended before it was complete.
+    ///
+    /// # Errors
+    /// See [`Transfer::is_over`].
+    pub(super) fn has_failed(&self) -> Result<bool> {
+        // Asked first, so that a load that ends between the two questions does not count as failed.
+        let is_over = self.copies.transfer.is_over()?;
+        Ok(is_over && !self.copies.transfer.is_complete()?)
+    }
+
+    /// Makes `stream` wait for the state, which comes before the first layer.
+    ///
+    /// # Errors
+    /// See [`Transfer::make_stream_wait`].
+    pub(super) fn wait_state(&self, stream: Stream) -> Result<()> {
+        self.copies.make_stream_wait(0, stream)
     }
 
     /// Returns whether this load has the pages of `keys`, which begin where it does, and the tree does not
@@ -413,11 +513,7 @@ impl SharedLoad {
 
     /// Returns whether the load is in flight or complete, and its pages are not in the tree yet.
     fn can_arrive(&self) -> bool {
-        let has_failed = || {
-            self.copies.transfer.is_over().unwrap_or(true)
-                && !self.copies.transfer.is_complete().unwrap_or(false)
-        };
-        self.arrived.lock().is_none() && !has_failed()
+        self.arrived.lock().is_none() && !self.has_failed().unwrap_or(true)
     }
 
     /// The pages, until the tree has them.
@@ -451,11 +547,6 @@ impl SharedLoad {
         cache.loading_pages -= self.pages.len() - cached;
         *self.copies.outcome.lock() = Outcome::Arrived;
         *arrived = Some(ArrivedLoad { hold: own, spare: self.pages[..cached].to_vec(), state });
-        // The pieces in the tier are no longer needed, unless the copy is complete only in the order of a
-        // stream. Then they are dropped with this load.
-        if self.copies.transfer.is_over().unwrap_or(false) {
-            drop(self.pieces.lock().take());
-        }
     }
 }
 
@@ -499,9 +590,10 @@ impl Drop for SharedLoad {
             (None, std::mem::take(&mut self.pages), self.state)
         };
         self.shared.change_loading(self.clears, |loading| loading - pages.len());
-        let given = ReleasedPieces { pages, states: state.into_iter().collect() };
-        let pieces = self.pieces.lock().take();
-        call.give_back_after(self.clears, given, &self.copies.transfer, pieces);
+        let copy = &self.copies.transfer;
+        let page_copies = vec![CopiedPages { copy: Arc::clone(copy), pages: pages.clone() }];
+        let states = state.map(|state| (state, Some(Arc::clone(copy)))).into_iter().collect();
+        call.release_pieces(self.clears, ReleasedPieces { pages, page_copies, states });
         if let Some(hold) = hold {
             call.release(hold, self.clears);
         }

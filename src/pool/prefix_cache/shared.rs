@@ -6,20 +6,18 @@ use std::time::Instant;
 use crate::base::lock_order::{RankedGuard, RankedMutex};
 use crate::base::{Epoch, Page, Result, StateSlot};
 use crate::cache::{
-    AGE_BUCKETS, Cause, DevicePresence, Evicted, Hold, OfferedPages, Pressure, Tree, TreeStats, WritePolicy,
+    AGE_BUCKETS, Cause, DevicePresence, Evicted, Hold, OfferedPages, Pressure, Tree, TreeStats,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
-use crate::pool::fences::Fence;
-use crate::pool::host_tier::{HeldPieces, IncomingPieces};
+use crate::pool::host_tier::IncomingPieces;
 use crate::pool::token_to_kv_pool_allocator::AllocatorCall;
 use crate::pool::{GdnPool, Obtainable, Reclaim, TokenToKvPoolAllocator};
-use crate::transfer::Transfer;
 
 use super::backing::CacheRef;
 use super::load::SharedLoad;
 use super::pins::Pins;
-use super::tier_link::{ReleaseOnDrop, ReleasedPieces, TierLink};
+use super::tier_link::{ReleasedPieces, TierLink};
 use super::{PrefixCacheConfig, PrefixCounts, new_tree, resume_at};
 
 /// The state that a cache and its leases share.
@@ -126,7 +124,7 @@ impl CacheCore {
     /// Returns snapshots to their pool.
     pub(super) fn free_states(&self, slots: &[StateSlot]) {
         if let Some(states) = &self.states {
-            states.free_cached(slots, &self.owner);
+            slots.iter().for_each(|&slot| states.free_cached(slot, None, &self.owner));
         }
     }
 }
@@ -212,62 +210,39 @@ impl CacheCall<'_> {
         freed * page_size
     }
 
-    /// Returns pages and snapshots to their pools, those that are being copied once their copies are over.
-    /// Returns the number of pages that are free then. The caller holds the lock of `cache`, so that no other
-    /// call finds these pages in between.
+    /// Returns pages and snapshots to their pools. Returns the number of pages that became free. The caller
+    /// holds the lock of `cache`, so that no other call finds these pages in between.
     pub(super) fn give_back(&self, cache: &CacheState, evicted: Evicted) -> usize {
         let Evicted { pages, states, .. } = evicted;
-        let Some(below) = &cache.below else {
-            return self.give_back_now(cache.clears, &ReleasedPieces { pages, states });
-        };
-        let (idle, busy) = below.divide(pages, states);
-        let freed = self.give_back_now(cache.clears, &idle);
-        freed + busy.map_or(0, |(busy, copy)| self.give_back_after(cache.clears, busy, &copy, None))
+        let below = cache.below.as_ref();
+        let page_copies = below.map_or(Vec::new(), |below| below.readers_of(&pages));
+        let states = states.into_iter().map(|state| (state, below.and_then(|below| below.write_of(state))));
+        let released = ReleasedPieces { pages, page_copies, states: states.collect() };
+        self.release_pieces(cache.clears, released)
     }
 
-    /// Returns pages and snapshots to their pools at once. Returns the number of pages that became free.
-    pub(super) fn give_back_now(&self, clears: Epoch, released: &ReleasedPieces) -> usize {
+    /// Returns pages and snapshots to their pools. Those that copies still use are free as well: the pools
+    /// order their next owners behind the copies. So the slots that a call gets do not depend on when copies
+    /// end. Returns the number of pages that became free.
+    pub(super) fn release_pieces(&self, clears: Epoch, released: ReleasedPieces) -> usize {
+        let ReleasedPieces { pages, page_copies, states } = released;
         let mut freed = 0;
-        if !released.pages.is_empty() {
+        if !pages.is_empty() {
             // A cleared allocator has its pages already.
             let _ = self.slots.change(clears, |slots| {
                 let before = slots.slots().available();
-                slots.slots_mut().release_cached(&released.pages, None, &self.shared.owner);
+                slots.add_copied(page_copies);
+                slots.slots_mut().release_cached(&pages, None, &self.shared.owner);
                 freed = (slots.slots().available() - before) / slots.slots().page_size();
                 Ok(())
             });
         }
-        self.shared.free_states(&released.states);
-        freed
-    }
-
-    /// Returns pages and snapshots to their pools when `copy` is over, and drops the `pieces` that it needs.
-    /// Returns the number of pages.
-    pub(super) fn give_back_after(
-        &self,
-        clears: Epoch,
-        released: ReleasedPieces,
-        copy: &Arc<Transfer>,
-        pieces: Option<HeldPieces>,
-    ) -> usize {
-        if copy.is_over().unwrap_or(false) {
-            return self.give_back_now(clears, &released);
+        if let Some(pool) = &self.shared.states {
+            for (slot, copy) in states {
+                pool.free_cached(slot, copy, &self.shared.owner);
+            }
         }
-        let ReleasedPieces { pages, states: slots } = released;
-        let fence: Arc<dyn Fence> = Arc::clone(copy) as _;
-        let (states, owner) = (self.shared.states.clone(), self.shared.owner.clone());
-        let parting = ReleaseOnDrop { states, slots, owner, _pieces: pieces };
-        // A cleared allocator has its pages already.
-        let _ = self.slots.change(clears, |slots| {
-            slots.with_fence(Some(fence), |slots, id| {
-                slots.slots_mut().release_cached(&pages, id, &self.shared.owner);
-                if let Some(id) = id {
-                    slots.fences_mut().keep(id, Arc::new(parting));
-                }
-                Ok(())
-            })
-        });
-        pages.len()
+        freed
     }
 }
 
@@ -275,15 +250,8 @@ impl Reclaim for CacheCore {
     fn obtainable(&self, stream: Stream) -> Obtainable {
         let Some(allocator) = self.allocator.upgrade() else { return Obtainable::default() };
         let call = self.begin_call(&allocator, stream);
-        let cache = call.current();
-        let evictable = cache.tree.evictable();
-        // Pages that are being copied, or have to be, are free when the copy is over.
-        let behind_fences = match &cache.below {
-            None => 0,
-            Some(below) if below.tier.config().write == WritePolicy::Back => evictable,
-            Some(below) => evictable.min(below.busy_pages() * cache.tree.page_size()),
-        };
-        Obtainable { at_once: evictable - behind_fences, behind_fences }
+        let evictable = call.current().tree.evictable();
+        Obtainable { at_once: evictable, behind_fences: 0 }
     }
 
     fn reclaim(&self, slots: usize, stream: Stream) -> Result<usize> {

@@ -17,8 +17,8 @@ pub(super) struct TakenSlot<'a> {
     /// The cache that takes it.
     owner: &'a Owner,
     slot: Option<StateSlot>,
-    /// The copy that reads the snapshot that was in the slot before.
-    reader: Option<Arc<Transfer>>,
+    /// The copy that may still use the slot, for the snapshot that was there before.
+    copy: Option<Arc<Transfer>>,
 }
 
 impl<'a> TakenSlot<'a> {
@@ -29,10 +29,11 @@ impl<'a> TakenSlot<'a> {
         cache: &mut CacheState,
         hold: &mut Hold,
     ) -> Option<Self> {
-        let free = states.alloc_cached(owner);
-        let slot = free.or_else(|| cache.tree.evict_snapshot(hold))?;
-        let reader = cache.below.as_ref().and_then(|below| below.write_of(slot));
-        Some(Self { states, owner, slot: Some(slot), reader })
+        let (slot, copy) = states.take_cached(owner).or_else(|| {
+            let slot = cache.tree.evict_snapshot(hold)?;
+            Some((slot, cache.below.as_ref().and_then(|below| below.write_of(slot))))
+        })?;
+        Some(Self { states, owner, slot: Some(slot), copy })
     }
 
     /// Makes it safe for later work on `stream` to write to the slot; without a device, for the calling
@@ -43,7 +44,7 @@ impl<'a> TakenSlot<'a> {
     ///
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     pub(super) fn make_ready(&self, stream: Stream) -> Result<()> {
-        self.reader.as_ref().map_or(Ok(()), |reader| reader.make_stream_wait_for_all(stream))
+        self.copy.as_ref().map_or(Ok(()), |copy| copy.make_stream_wait_for_all(stream))
     }
 
     pub(super) fn slot(&self) -> StateSlot {
@@ -58,7 +59,7 @@ impl<'a> TakenSlot<'a> {
 impl Drop for TakenSlot<'_> {
     fn drop(&mut self) {
         if let Some(slot) = self.slot {
-            self.states.free_cached(&[slot], self.owner);
+            self.states.free_cached(slot, self.copy.take(), self.owner);
         }
     }
 }

@@ -4,13 +4,17 @@
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use crate::base::{Page, Result, StateSlot};
-use crate::cache::{DevicePresence, Digest, Hold, LowerTierContents, Namespace, OfferedPages, Tokens, Tree};
-use crate::index::Owner;
+use crate::cache::{
+    DevicePresence, Digest, Hold, LowerTierContents, Namespace, NodeHandle, OfferedPages, PageHash, Tokens,
+    Tree,
+};
 use crate::memory::Stream;
-use crate::pool::host_tier::{HeldPieces, Write};
-use crate::pool::{GdnPool, HostTier};
+use crate::pool::HostTier;
+use crate::pool::host_tier::{Begun, Write};
+use crate::pool::slot_tensors::CopiedPages;
 use crate::transfer::Transfer;
 
 use super::backing::Backing;
@@ -33,7 +37,27 @@ pub(super) struct TierLink {
     publishers: Vec<Stream>,
     /// Loads from the tier, in flight or complete.
     loads: Vec<Weak<SharedLoad>>,
+    uses: RecordedUses,
 }
+
+/// The uses of prefixes that the store below knows of.
+#[derive(Debug, Default)]
+struct RecordedUses {
+    /// Pages that were copied to the tier so far.
+    written: usize,
+    /// For nodes of the tree, the number of pages and the time when their last use was recorded.
+    recorded: HashMap<NodeHandle, (usize, Instant)>,
+}
+
+/// The maximum number of pages whose use is recorded at once.
+const MAX_USED: usize = 4096;
+
+/// The maximum number of nodes whose recorded uses are remembered.
+const MAX_NODES: usize = 4096;
+
+/// The time after which a use of a node is recorded again, even if little was written in between: others may
+/// write to the store, too.
+const RECORD_AGAIN: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 struct InFlight {
@@ -54,7 +78,8 @@ impl TierLink {
         tier.attach()?;
         tier.set_model(model.as_deref());
         let (writes, pages, states) = (VecDeque::new(), HashMap::new(), HashMap::new());
-        Ok(Self { tier, digest, backing, writes, pages, states, publishers: Vec::new(), loads: Vec::new() })
+        let (publishers, loads, uses) = (Vec::new(), Vec::new(), RecordedUses::default());
+        Ok(Self { tier, digest, backing, writes, pages, states, publishers, loads, uses })
     }
 
     /// Returns the number of leading writes that are over.
@@ -88,22 +113,18 @@ impl TierLink {
             }
             let is_complete = write.transfer.is_complete();
             if is_void || !matches!(is_complete, Ok(true)) {
-                self.tier.discard(&write, is_complete.as_ref().err());
+                tree.record_dropped_below(self.tier.discard(&write, is_complete.as_ref().err()));
                 continue;
             }
             let _sending = self.backing.as_ref().map(|_| self.tier.begin_sending());
-            self.tier.complete(&write, |page, key| match tree.key_of(page) {
-                Some(other) if other == *key => DevicePresence::Present,
-                _ => DevicePresence::Absent,
-            });
+            self.tier.complete(&write);
             if let Some(backing) = &self.backing {
                 backing.put(|kind| write.keys(kind));
             }
-            self.record_arrived(tree, &write.runs);
         }
     }
 
-    /// Records pages that arrived in the tier, except those that it has evicted meanwhile.
+    /// Records pages that arrived in the tier from a store, except those that it has evicted meanwhile.
     pub(super) fn record_arrived(&self, tree: &mut Tree, arrived: &[OfferedPages]) {
         let contents = self.tier.contents();
         let is_there = |run: &&OfferedPages| run.keys.iter().all(|key| contents.has_page(key));
@@ -125,9 +146,19 @@ impl TierLink {
             return;
         }
         self.record_publisher(stream);
-        let (write, evicted) = self.tier.write(&offered, &self.publishers);
+        self.record_uses(tree);
+        let presence = |page, key: &PageHash| match tree.key_of(page) {
+            Some(other) if other == *key => DevicePresence::Present,
+            _ => DevicePresence::Absent,
+        };
+        let Begun { write, runs, evicted } = self.tier.write(&offered, presence, &self.publishers);
         tree.record_dropped_below(evicted);
+        // In the order of the prefix, and before the events of later calls: the pages can be found from now on.
+        for run in &runs {
+            tree.record_copied(run);
+        }
         if let Some(write) = write {
+            self.uses.written += write.pages().len();
             self.pages.extend(write.pages().iter().map(|page| (*page, Arc::clone(&write.transfer))));
             self.states.extend(write.states().iter().map(|state| (*state, Arc::clone(&write.transfer))));
             if let Some(backing) = &self.backing {
@@ -139,6 +170,31 @@ impl TierLink {
         }
     }
 
+    /// Lets the store below know which prefixes were used on the device, so that it does not evict what every
+    /// request uses. A node is recorded again when a sixteenth of the tier was written since, or after
+    /// [`RECORD_AGAIN`].
+    pub(super) fn record_uses(&mut self, tree: &mut Tree) {
+        let (Some(backing), true) = (&self.backing, tree.has_uses()) else { return };
+        let RecordedUses { written, recorded } = &mut self.uses;
+        let interval = self.tier.pages_in_sixteenth();
+        backing.record_uses(|| {
+            let now = Instant::now();
+            if recorded.len() > MAX_NODES {
+                recorded.clear();
+            }
+            let is_due = |node: NodeHandle| {
+                let is_due = recorded.get(&node).is_none_or(|(before, at)| {
+                    *written - before >= interval || now.duration_since(*at) >= RECORD_AGAIN
+                });
+                if is_due {
+                    recorded.insert(node, (*written, now));
+                }
+                is_due
+            };
+            tree.take_uses(MAX_USED, is_due)
+        });
+    }
+
     /// Empties the tier, and voids the copies in flight: pages of the device may get other contents before
     /// they are copied.
     pub(super) fn clear(&mut self) {
@@ -146,54 +202,25 @@ impl TierLink {
         self.tier.clear(None);
     }
 
-    /// Returns the number of pages that are being copied to the tier.
-    pub(super) fn busy_pages(&self) -> usize {
-        self.pages.len()
-    }
-
     /// Returns the copy of a snapshot to the tier, if one is in flight.
     pub(super) fn write_of(&self, state: StateSlot) -> Option<Arc<Transfer>> {
         self.states.get(&state).cloned()
     }
 
-    /// Divides freed pages and snapshots into those that can be used at once and, if there are any, those
-    /// that can be used when a copy is over.
-    pub(super) fn divide(
-        &self,
-        pages: Vec<Page>,
-        states: Vec<StateSlot>,
-    ) -> (ReleasedPieces, Option<(ReleasedPieces, Arc<Transfer>)>) {
+    /// Returns the copies to the tier that may still read pages, each with its pages.
+    pub(super) fn readers_of(&self, pages: &[Page]) -> Vec<CopiedPages> {
+        let mut readers: Vec<CopiedPages> = Vec::new();
         if self.writes.is_empty() {
-            return (ReleasedPieces { pages, states }, None);
+            return readers;
         }
-        let mut last: Option<&Arc<Transfer>> = None;
-        let (mut idle, mut busy) = (ReleasedPieces::default(), ReleasedPieces::default());
         for page in pages {
-            let write = self.pages.get(&page);
-            last = self.later(last, write);
-            if write.is_some() { &mut busy } else { &mut idle }.pages.push(page);
+            let Some(copy) = self.pages.get(page) else { continue };
+            match readers.iter_mut().find(|reader| Arc::ptr_eq(&reader.copy, copy)) {
+                Some(reader) => reader.pages.push(*page),
+                None => readers.push(CopiedPages { copy: Arc::clone(copy), pages: vec![*page] }),
+            }
         }
-        for state in states {
-            let write = self.states.get(&state);
-            last = self.later(last, write);
-            if write.is_some() { &mut busy } else { &mut idle }.states.push(state);
-        }
-        (idle, last.map(|last| (busy, Arc::clone(last))))
-    }
-
-    /// Returns the one of two copies that is over later.
-    fn later<'a>(
-        &self,
-        one: Option<&'a Arc<Transfer>>,
-        other: Option<&'a Arc<Transfer>>,
-    ) -> Option<&'a Arc<Transfer>> {
-        let (Some(one), Some(other)) = (one, other) else { return one.or(other) };
-        if Arc::ptr_eq(one, other) {
-            return Some(one);
-        }
-        let at =
-            |transfer| self.writes.iter().position(|flight| Arc::ptr_eq(&flight.write.transfer, transfer));
-        Some(if at(one) < at(other) { other } else { one })
+        readers
     }
 
     /// Returns the tokens that the tier could add to a prefix: those of `tokens`, at most `limit`, that
@@ -211,7 +238,7 @@ impl TierLink {
     ) -> Result<Loadable> {
         let keys = tree.keys_below(namespace, hold, tokens, limit, &self.tier.contents())?;
         let end = hold.len() + keys.len() * tree.page_size();
-        Ok(Loadable { tokens: tokens.to_vec(hold.len()..end)?, keys })
+        Ok(Loadable { tokens: tokens.to_vec(hold.len()..end)?, keys, kept: None })
     }
 
     /// Lists a prefix that is being loaded.
@@ -255,28 +282,12 @@ fn remove_if<K: Hash + Eq>(copies: &mut HashMap<K, Arc<Transfer>>, key: &K, tran
     }
 }
 
-/// The snapshots and pieces that are given back when a copy is over, as this drops.
-#[derive(Debug)]
-pub(super) struct ReleaseOnDrop {
-    pub(super) states: Option<Arc<GdnPool>>,
-    pub(super) slots: Vec<StateSlot>,
-    /// The cache that has the snapshots.
-    pub(super) owner: Owner,
-    /// Pieces of the tier that the copy reads or writes.
-    pub(super) _pieces: Option<HeldPieces>,
-}
-
-impl Drop for ReleaseOnDrop {
-    fn drop(&mut self) {
-        if let Some(states) = &self.states {
-            states.free_cached(&self.slots, &self.owner);
-        }
-    }
-}
-
 /// Pages and snapshots to be given back.
 #[derive(Debug, Default)]
 pub(super) struct ReleasedPieces {
     pub(super) pages: Vec<Page>,
-    pub(super) states: Vec<StateSlot>,
+    /// The copies that may still use some of the pages.
+    pub(super) page_copies: Vec<CopiedPages>,
+    /// The snapshots, each with the copy that may still use its slot.
+    pub(super) states: Vec<(StateSlot, Option<Arc<Transfer>>)>,
 }

@@ -8,7 +8,7 @@ use crate::base::{Page, Result, run_blocking};
 use crate::memory::Stream;
 use crate::pool::fences::passed;
 use crate::pool::shortage::{Obtainable, Reclaim, Shortage, Shortfall, TakeResult};
-use crate::pool::slot_tensors::SlotTensors;
+use crate::pool::slot_tensors::{CopiedPages, SlotTensors};
 
 use super::{Notice, TokenToKvPoolAllocator};
 
@@ -108,10 +108,21 @@ impl TokenToKvPoolAllocator {
                 run_blocking(|| event.wait())?;
                 continue;
             }
+            if slots.has_copied()
+                && let Some(gpu) = self.gpu()
+            {
+                gpu.check_not_capturing(stream, "a wait for copies of free slots")?;
+            }
             let taken = take(&mut slots)?;
+            let copied = if taken.is_ok() { slots.take_copied() } else { Vec::new() };
             drop(slots);
             match taken {
-                Ok(taken) => return Ok(Some(taken)),
+                Ok(taken) => {
+                    if !copied.is_empty() {
+                        self.wait_for_copies(&copied, stream);
+                    }
+                    return Ok(Some(taken));
+                }
                 // The number of pending slots was an estimate until now.
                 Err(_) if self.wait_for_oldest(stream)? => shortage = usize::MAX,
                 // Another thread has completed them.
@@ -127,6 +138,21 @@ impl TokenToKvPoolAllocator {
                     shortage = if freed < missing { missing } else { usize::MAX };
                 }
             }
+        }
+    }
+
+    /// Makes later work on `stream` come after copies of slots that were just handed out; without a device, the
+    /// calling thread waits.
+    #[cold]
+    fn wait_for_copies(&self, copied: &[CopiedPages], stream: Stream) {
+        for CopiedPages { copy, .. } in copied {
+            // A copy that cannot be ordered before `stream` is waited for. A failed device copies nothing.
+            if copy.make_stream_wait_for_all(stream).is_err() {
+                let _ = copy.wait();
+            }
+        }
+        if let Err(failure) = self.lock().poison_copied(copied, stream) {
+            self.notify(Notice::NotPoisoned(&failure));
         }
     }
 
