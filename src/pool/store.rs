@@ -37,6 +37,31 @@ pub trait Store: fmt::Debug + Send + Sync {
     /// # Errors
     /// See [`Store::get`].
     fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>>;
+
+    /// Begins to copy pieces that follow each other and the piece `parent` of the same prompt, or begin a
+    /// prompt. A store that evicts pieces evicts the last ones of a prompt first. Otherwise as [`Store::put`].
+    ///
+    /// # Errors
+    /// See [`Store::get`].
+    fn put_after(
+        &self,
+        parent: Option<PageHash>,
+        keys: Vec<PageHash>,
+        rows: HostRows,
+    ) -> Result<Arc<StoreTransfer>> {
+        let _ = parent;
+        self.put(keys, rows)
+    }
+
+    /// Records a use of the pieces of a prompt that the store has or is being given, in the order of the
+    /// prompt: a store that evicts pieces keeps them longer, the first ones longest. Does not wait.
+    ///
+    /// # Errors
+    /// See [`Store::find`].
+    fn touch(&self, keys: &[PageHash]) -> Result<()> {
+        let _ = keys;
+        Ok(())
+    }
 }
 
 /// A `get` or a `put` in progress.
