@@ -276,19 +276,18 @@ impl FileStore {
     }
 
     /// Records a use of the pages of a prompt that are there or being put, the first of which is evicted last.
-    /// Reads no file.
+    /// Returns which of them are there. Reads no file.
     ///
     /// # Errors
     /// See [`FileStore::exists`].
-    pub fn touch(&self, keys: &[PageHash]) -> Result<()> {
+    pub fn touch(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
         let mut guard = self.open_state()?;
         let state = &mut *guard;
         let recency = state.ticks.touch(keys.len());
         let mut near = None;
-        for (page, key) in keys.iter().enumerate() {
-            state.record_use(key, recency.tick(page), &mut near);
-        }
-        Ok(())
+        let record =
+            |(page, key)| state.record_use(key, recency.tick(page), &mut near) == Some(Known::Stored);
+        Ok(keys.iter().enumerate().map(record).collect())
     }
 
     /// Reads pages to `rows`, one for each key, which must not be used before they are done. The row of a
@@ -609,27 +608,19 @@ impl Store for FileStore {
         Self::find(self, keys)
     }
 
+    /// Reads no file.
+    fn touch(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
+        Self::touch(self, keys)
+    }
+
     fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         self.check_fit(&rows)?;
         self.begin_get(keys, rows)
     }
 
     fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
-        self.put_after(None, keys, rows)
-    }
-
-    fn put_after(
-        &self,
-        parent: Option<PageHash>,
-        keys: Vec<PageHash>,
-        rows: HostRows,
-    ) -> Result<Arc<StoreTransfer>> {
         self.check_fit(&rows)?;
-        self.begin_put(keys, rows, usize::MAX, parent.map_or(PutAfter::Nothing, PutAfter::Page))
-    }
-
-    fn touch(&self, keys: &[PageHash]) -> Result<()> {
-        Self::touch(self, keys)
+        self.begin_put(keys, rows, usize::MAX, PutAfter::Nothing)
     }
 }
 

@@ -24,6 +24,15 @@ pub trait Store: fmt::Debug + Send + Sync {
     /// [`ErrorKind::State`] if the store is closed, or belongs to the process that this one was forked from.
     fn find(&self, keys: &[PageHash]) -> Result<Vec<bool>>;
 
+    /// Records a use of consecutive pieces of a prefix, and returns which of them the store has. Without a
+    /// record of uses, it is [`Store::find`].
+    ///
+    /// # Errors
+    /// See [`Store::find`].
+    fn touch(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
+        self.find(keys)
+    }
+
     /// Begins to copy pieces to `rows`, one for each key, which must not be used before they are done. The
     /// row of a piece that is not found has undefined contents.
     ///
@@ -37,31 +46,6 @@ pub trait Store: fmt::Debug + Send + Sync {
     /// # Errors
     /// See [`Store::get`].
     fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>>;
-
-    /// Begins to copy pieces that follow each other and the piece `parent` of the same prompt, or begin a
-    /// prompt. A store that evicts pieces evicts the last ones of a prompt first. Otherwise as [`Store::put`].
-    ///
-    /// # Errors
-    /// See [`Store::get`].
-    fn put_after(
-        &self,
-        parent: Option<PageHash>,
-        keys: Vec<PageHash>,
-        rows: HostRows,
-    ) -> Result<Arc<StoreTransfer>> {
-        let _ = parent;
-        self.put(keys, rows)
-    }
-
-    /// Records a use of the pieces of a prompt that the store has or is being given, in the order of the
-    /// prompt: a store that evicts pieces keeps them longer, the first ones longest. Does not wait.
-    ///
-    /// # Errors
-    /// See [`Store::find`].
-    fn touch(&self, keys: &[PageHash]) -> Result<()> {
-        let _ = keys;
-        Ok(())
-    }
 }
 
 /// A `get` or a `put` in progress.

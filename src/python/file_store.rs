@@ -114,9 +114,12 @@ impl FileStore {
     /// Args:
     ///     keys: As in `exists`, in the order of the prompt. Those of other pages are ignored.
     ///
+    /// Returns:
+    ///     What `find` returns.
+    ///
     /// Raises:
     ///     RuntimeError: As in `exists`.
-    fn touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         let keys = args::page_keys(keys)?;
         self.report(py);
         Ok(self.store.touch(&keys)?)

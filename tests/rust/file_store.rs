@@ -400,7 +400,7 @@ fn a_touch_counts_for_stored_and_queued_pages() {
     let store = open(&disk, 6);
     put_first(&store, &numbers(0, 3));
     put_first(&store, &numbers(50, 3));
-    store.touch(&keys(&numbers(0, 4))).unwrap();
+    assert_eq!(store.touch(&keys(&numbers(0, 4))).unwrap(), [true, true, true, false]);
     put_first(&store, &numbers(100, 2));
     assert_eq!((leading(&store, &numbers(0, 3)), leading(&store, &numbers(50, 3))), (3, 1));
     store.clear().unwrap();
@@ -408,7 +408,7 @@ fn a_touch_counts_for_stored_and_queued_pages() {
     let held = disk.files();
     let first = begin_put_after(&store, &numbers(0, 3), PutAfter::Nothing);
     let second = begin_put_after(&store, &numbers(50, 3), PutAfter::Nothing);
-    store.touch(&keys(&numbers(0, 3))).unwrap();
+    assert_eq!(store.touch(&keys(&numbers(0, 3))).unwrap(), [false; 3], "not yet");
     drop(held);
     assert_eq!((finished(&first), finished(&second)), (vec![true; 3], vec![true; 3]));
     put_first(&store, &numbers(100, 2));
