@@ -238,7 +238,7 @@ impl FileStore {
 
     /// Returns the statistics: `pages`, `capacity` and `queued` (to be written) in pages; `bytes` of pages; and since
     /// the store was opened `hits` and `misses` of `get`, `evicted`, `damaged` (pages, and entries of the index),
-    /// `dropped` pages of `put`, `errors` of the system, `read_bytes` and `written_bytes`.
+    /// `dropped` pages of `put` (for which there was no room), `errors` of the system, `read_bytes` and `written_bytes`.
     ///
     /// Raises:
     ///     RuntimeError: If the store belongs to the process that this one was forked from.

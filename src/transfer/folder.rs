@@ -13,7 +13,8 @@ use super::{AlignedBytes, BLOCK, Disk, DiskFile};
 /// A folder with the files `pages`, `index` and `lock`, for one process at a time.
 #[derive(Debug)]
 pub struct Folder {
-    folder: File,
+    /// The folder itself.
+    names: File,
     pages: File,
     index: File,
     is_direct: bool,
@@ -46,7 +47,7 @@ impl Folder {
             options.read(true).write(true).create(true).truncate(false).mode(0o600);
             options.custom_flags(flags | libc::O_NOFOLLOW).open(path.join(name))
         };
-        let folder = File::open(path).map_err(refused)?;
+        let names = File::open(path).map_err(refused)?;
         let lock = match FileLock::try_lock(&path.join("lock")).map_err(refused)? {
             TryLockResult::Taken(lock) => lock,
             TryLockResult::Held(process) => {
@@ -68,14 +69,14 @@ impl Folder {
         let mut warnings = Vec::new();
         for (name, file, others) in [
             // The names of files in a folder say nothing; whoever may change them can bring other files.
-            ("", &folder, libc::S_IWGRP | libc::S_IWOTH),
+            ("", &names, libc::S_IWGRP | libc::S_IWOTH),
             ("/pages", &pages, libc::S_IRWXG | libc::S_IRWXO),
             ("/index", &index, libc::S_IRWXG | libc::S_IRWXO),
         ] {
             let about = file.metadata().map_err(refused)?;
             warnings.extend(access_warning(&format!("{}{name}", path.display()), &about, others));
         }
-        Ok(Self { folder, pages, index, is_direct, warnings, _lock: lock })
+        Ok(Self { names, pages, index, is_direct, warnings, _lock: lock })
     }
 
     /// Returns a message for the folder and each file that other users may read or change.
@@ -135,7 +136,7 @@ impl Disk for Folder {
     }
 
     fn flush(&self) -> Result<()> {
-        for file in [&self.index, &self.folder] {
+        for file in [&self.index, &self.names] {
             match file.sync_all() {
                 // Some file systems cannot flush a folder.
                 Err(cause) if matches!(cause.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => (),

@@ -95,7 +95,9 @@ impl Ticks {
             (PutAfter::PreviousCall | PutAfter::Nothing, ..) => (self.begin(count), 0),
             (PutAfter::Page(_), Some(tick), _) => {
                 let floor = tick & !(BAND - 1);
-                (Recency { first: tick, floor }.after(1), 0)
+                // It is that far from the top of its band.
+                let before = usize::try_from(floor + BAND - tick).expect("a band is short");
+                (Recency { first: tick, floor }.after(1), before)
             }
             (PutAfter::Page(_), None, _) => (Recency { first: 0, floor: 0 }, 0),
         };
@@ -137,6 +139,10 @@ mod tests {
         let other = ticks.put(3, 8, PutAfter::Nothing, None);
         let rest = ticks.put(2, 8, PutAfter::Page([0; 32]), Some(one.tick(2)));
         assert!(one.tick(2) > rest.tick(0) && rest.tick(0) > rest.tick(1) && other.tick(2) > one.tick(0));
+        // Five pages of the prompt are there, and the store has room for eight.
+        let more = ticks.put(3, 8, PutAfter::PreviousCall, None);
+        assert!(rest.tick(1) > more.tick(0));
+        assert!(ticks.put(1, 8, PutAfter::PreviousCall, None).tick(0) > other.tick(0));
         assert_eq!(ticks.put(2, 8, PutAfter::Page([0; 32]), None).tick(1), 0, "nothing is before them");
         // Beyond its band, a prompt goes no lower.
         let long = ticks.put(1, 8, PutAfter::Nothing, None);

@@ -138,7 +138,8 @@ impl Disk for MemoryDisk {
     fn flush(&self) -> Result<()> {
         let mut files = self.files();
         files.call(0)?;
-        files.flushed = files.index.clone();
+        let index = files.index.clone();
+        files.flushed = index;
         Ok(())
     }
 
