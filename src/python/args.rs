@@ -619,7 +619,8 @@ pub(super) fn shape(object: &Bound<'_, PyAny>) -> PyResult<Dims> {
     let mut count = 0;
     for item in object.try_iter()? {
         let Some(extent) = extents.get_mut(count) else {
-            let given = object.len().map_or_else(|_| format!("more than {MAX_NDIM}"), |len| len.to_string());
+            let known = object.len().ok().filter(|len| *len > MAX_NDIM);
+            let given = known.map_or_else(|| format!("more than {MAX_NDIM}"), |len| len.to_string());
             return Err(Error::config(format!(
                 "a tensor of {given} dimensions; at most {MAX_NDIM} are supported"
             ))
