@@ -3553,8 +3553,9 @@ class FileStore:
 
     Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes
     of each page: a page that is found has exactly the bytes that were put, and a damaged one is missing. The
-    pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the
-    pages of one call, the last are evicted first, so that the beginning of a prefix stays longest.
+    pages used least recently are evicted; a use is a `put`, a `get`, a `touch`, or to be counted by `exists`.
+    Of the pages of a prompt, the last are evicted first, so that the beginning of a prefix stays longest: the
+    pages of one call follow each other, and `parent` of `put` names the page before them.
 
     Threads read and write, bypassing the page cache where the file system supports it. They report failures
     in `stats()`, and the first of each kind as a warning of the logger `kvpool` at a later call. If a page
@@ -3564,8 +3565,8 @@ class FileStore:
     a store that is dropped without it drops the pages in its queue.
 
     Args:
-        path: A directory, made if it is missing, with access for its owner only. It is locked by this process; a
-            child of a fork cannot use the store.
+        path: A directory, made if it is missing, with access for its owner only. Others that may read or change
+            its pages are a warning. It is locked by this process; a child of a fork cannot use the store.
         capacity_bytes: Bytes of pages, each rounded up to 4096. The index takes 64 bytes more for each page. A store
             can be opened with another capacity: a smaller one keeps the pages used last.
         page_bytes: Bytes of a page.
@@ -3615,6 +3616,27 @@ class FileStore:
             TypeError: If `keys` is something else.
             RuntimeError: If the store is closed, or belongs to the process that this one was forked from.
         """
+    def find(self, keys: KeysLike) -> list[bool]:
+        """Returns for each key whether its page is in the store. Reads no file, and records no use.
+
+        Args:
+            keys: As in `exists`.
+
+        Raises:
+            RuntimeError: As in `exists`.
+        """
+    def touch(self, keys: KeysLike) -> list[bool]:
+        """Records a use of pages that are in the store or being put, as `get` does. Reads no file.
+
+        Args:
+            keys: As in `exists`, in the order of the prompt. Those of other pages are ignored.
+
+        Returns:
+            What `find` returns.
+
+        Raises:
+            RuntimeError: As in `exists`.
+        """
     def get(self, keys: KeysLike, pages: TensorLike, *, rows: IndicesLike | None = None) -> StoreTransfer:
         """Reads pages. Returns at once.
 
@@ -3636,22 +3658,34 @@ class FileStore:
             IndexError: If there is no such row.
             RuntimeError: As in `exists`.
         """
-    def put(self, keys: KeysLike, pages: TensorLike, *, rows: IndicesLike | None = None) -> StoreTransfer:
-        """Writes pages. Returns at once: pages for which the queue has no room are dropped and counted.
+    def put(
+        self,
+        keys: KeysLike,
+        pages: TensorLike,
+        *,
+        rows: IndicesLike | None = None,
+        parent: bytes | None = None,
+    ) -> StoreTransfer:
+        """Writes pages. Returns at once: pages for which the queue has no room are dropped and counted, and so are
+        the last pages of a prompt that does not fit into the store.
 
         Do not change the memory before the transfer is done, which keeps it alive until then. Pages that are
         stored already, or being written, are not written again.
 
         Args:
-            keys: As in `exists`.
+            keys: As in `exists`, in the order of the prompt.
             pages: As in `get`; they may be read-only.
             rows: As in `get`.
+            parent: The key of the page before the first one; `b""` if it is the first of a prompt. The pages are
+                as recent as that page, and evicted before it; if it is not there, they are stored only where there is
+                room. By default calls between two look-ups (`exists`, `get`) count as the parts of one prompt,
+                behind the pages that the first of these look-ups has found, as long as the store has room for all.
 
         Returns:
             A `StoreTransfer`.
 
         Raises:
-            ConfigError: As in `get`.
+            ConfigError: As in `get`; or if `parent` does not have 0 or 32 bytes.
             IndexError: As in `get`.
             RuntimeError: As in `exists`.
         """
@@ -3680,7 +3714,7 @@ class FileStore:
     def stats(self) -> StoreStats:
         """Returns the statistics: `pages`, `capacity` and `queued` (to be written) in pages; `bytes` of pages; and since
         the store was opened `hits` and `misses` of `get`, `evicted`, `damaged` (pages, and entries of the index),
-        `dropped` pages of `put`, `errors` of the system, `read_bytes` and `written_bytes`.
+        `dropped` pages of `put` (for which there was no room), `errors` of the system, `read_bytes` and `written_bytes`.
 
         Raises:
             RuntimeError: If the store belongs to the process that this one was forked from.

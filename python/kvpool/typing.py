@@ -347,7 +347,8 @@ class StoreStats(TypedDict):
         misses: Pages that were not found, or could not be read.
         evicted: Pages that were evicted.
         damaged: Pages whose checksum was wrong.
-        dropped: Pages that were not written, because the queue was full.
+        dropped: Pages that were not written, because the queue was full, or the store with pages that come
+            before them or were used later.
         errors: Operations on the files that failed.
         read_bytes: Bytes that were read.
         written_bytes: Bytes that were written.

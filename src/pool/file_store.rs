@@ -3,10 +3,11 @@
 mod batch;
 mod layout;
 mod opening;
+mod recency;
 mod slots;
 mod work;
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
 use std::io;
 use std::path::Path;
@@ -23,8 +24,11 @@ use crate::transfer::{AlignedBytes, BLOCK, Disk, FileCaching, Folder};
 use batch::{Batch, PageWork};
 use layout::FileSlot;
 use opening::Opening;
+use recency::Ticks;
 use slots::{MAX_SLOTS, Slots};
 use work::Worker;
+
+pub use recency::PutAfter;
 
 use super::{Stats, Store, StoreTransfer, at_least_one};
 
@@ -61,7 +65,8 @@ impl fmt::Debug for FileStore {
 ///
 /// A page that is found has the bytes that were put under its key; a checksum covers both. Pages that a
 /// killed process has not completed are missing. The least recently used pages are evicted first and, of the
-/// pages of one call, the last ones.
+/// pages of a prompt, the last ones: those of one call follow each other, and [`PutAfter`] tells what comes
+/// before them.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -70,7 +75,7 @@ impl fmt::Debug for FileStore {
 /// use kvpool::memory::{Host, HostRows, Region};
 /// use kvpool::tensor::TensorView;
 /// use kvpool::transfer::FileCaching;
-/// use kvpool::pool::{FileStore, FileStoreConfig};
+/// use kvpool::pool::{FileStore, FileStoreConfig, PutAfter};
 ///
 /// fn digest(parts: &[&[u8]]) -> [u8; 32] {
 ///     let mix = |sum: u64, &byte: &u8| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
@@ -89,7 +94,7 @@ impl fmt::Debug for FileStore {
 /// rows().write(1, &[7; 4096]);
 ///
 /// let store = FileStore::at(&path, &config, FileCaching::Direct).unwrap();
-/// let put = store.put(vec![[1; 32], [2; 32]], rows()).unwrap();
+/// let put = store.put(vec![[1; 32], [2; 32]], rows(), PutAfter::Nothing).unwrap();
 /// assert!(put.wait(Duration::from_secs(60)).unwrap());
 /// drop(store);
 ///
@@ -128,10 +133,11 @@ struct StoreCore {
 #[derive(Debug)]
 struct StoreState {
     slots: Slots,
+    ticks: Ticks,
     gets: VecDeque<PageWork>,
     puts: VecDeque<PageWork>,
-    /// The pages that are being put: queued, or at work.
-    pending: HashSet<PageHash>,
+    /// The pages that are being put, queued or at work, with their ticks.
+    pending: HashMap<PageHash, u64>,
     is_closing: bool,
     /// The threads and calls that use the files.
     disk_users: usize,
@@ -140,6 +146,8 @@ struct StoreState {
     notes: Vec<String>,
     /// The failures noted so far: the operation, and the kind of the cause.
     noted: HashSet<(&'static str, io::ErrorKind)>,
+    /// The time of the last message that the disk is full.
+    noted_full: Option<Instant>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -165,8 +173,12 @@ impl FileStore {
     /// fit in memory or no thread can be started.
     pub fn at(path: &Path, config: &FileStoreConfig, caching: FileCaching) -> Result<Self> {
         Self::check(config)?;
-        let disk: Arc<dyn Disk> = Arc::new(Folder::open(path, caching)?);
-        Self::open(path.display().to_string(), config, &disk)
+        let folder = Folder::open(path, caching)?;
+        let notes = folder.warnings().to_vec();
+        let disk: Arc<dyn Disk> = Arc::new(folder);
+        let store = Self::open(path.display().to_string(), config, &disk)?;
+        store.shared.state().notes.splice(0..0, notes);
+        Ok(store)
     }
 
     /// Returns the bytes of a slot, if the sizes fit.
@@ -203,16 +215,24 @@ impl FileStore {
             .run()
             .map_err(|error| error.with_prefix(&name))?;
         let counts = Counts { damaged: found.damaged, ..Counts::default() };
+        let notes = found.lost_bytes.map(|lost| {
+            format!(
+                "the store in {name} has lost its index, as after a power cut: it begins anew, without the \
+                 {lost} bytes of its pages"
+            )
+        });
         let state = StoreState {
             slots: found.slots,
+            ticks: Ticks::after(found.last_tick),
             gets: VecDeque::new(),
             puts: VecDeque::new(),
-            pending: HashSet::new(),
+            pending: HashMap::new(),
             is_closing: false,
             disk_users: 0,
             counts,
-            notes: Vec::new(),
+            notes: notes.into_iter().collect(),
             noted: HashSet::new(),
+            noted_full: None,
         };
         let shared = Arc::new(StoreCore {
             config: *config,
@@ -253,8 +273,34 @@ impl FileStore {
     pub fn exists(&self, keys: &[PageHash]) -> Result<usize> {
         let mut state = self.open_state()?;
         let slots = try_collect_each(keys.iter().map_while(|key| state.slots.find(key)))?;
-        state.slots.touch(&slots);
+        if !keys.is_empty() {
+            state.look_up(&slots);
+        }
         Ok(slots.len())
+    }
+
+    /// Returns which of the pages are there. Reads no file, and records no use.
+    ///
+    /// # Errors
+    /// See [`FileStore::exists`].
+    pub fn find(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
+        let state = self.open_state()?;
+        try_collect(keys.iter().map(|key| state.slots.find(key).is_some()))
+    }
+
+    /// Records a use of the pages of a prompt that are there or being put, the first of which is evicted last.
+    /// Returns which of them are there. Reads no file.
+    ///
+    /// # Errors
+    /// See [`FileStore::exists`].
+    pub fn touch(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
+        let mut guard = self.open_state()?;
+        let state = &mut *guard;
+        let recency = state.ticks.touch(keys.len());
+        let mut near = None;
+        let record =
+            |(page, key)| state.record_use(key, recency.tick(page), &mut near) == Some(Known::Stored);
+        Ok(keys.iter().enumerate().map(record).collect())
     }
 
     /// Reads pages to `rows`, one for each key, which must not be used before they are done. The row of a
@@ -277,11 +323,13 @@ impl FileStore {
         let mut state = self.open_state()?;
         let found = |(page, key)| Some((page, state.slots.find(key)?));
         let (pages, slots): (Vec<usize>, Vec<FileSlot>) = keys.iter().enumerate().filter_map(found).unzip();
-        state.slots.touch(&slots);
+        if !keys.is_empty() {
+            state.look_up(&slots);
+        }
         let present = vec![false; keys.len()];
         state.counts.misses += keys.len() - pages.len();
         let transfer = Arc::new(StoreTransfer::new(present, pages.len()));
-        let batch = Arc::new(Batch { keys, transfer: Arc::clone(&transfer), first_tick: 0 });
+        let batch = Arc::new(Batch { keys, transfer: Arc::clone(&transfer) });
         let work = |page: usize| PageWork::new(&batch, page, rows[page].take());
         state.gets.extend(pages.into_iter().map(work));
         drop(state);
@@ -290,46 +338,57 @@ impl FileStore {
     }
 
     /// Writes pages from `rows`, one for each key, which must not change before they are done. Never waits:
-    /// pages beyond `queue_bytes` are dropped. Pages that are in the store, or in the queue, are not written
-    /// again.
+    /// pages beyond `queue_bytes` are dropped, and so are the last pages of a prompt that the store has no
+    /// room for. Pages that are in the store, or in the queue, are not written again.
     ///
     /// # Errors
     /// See [`FileStore::get`].
-    pub fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
+    pub fn put(&self, keys: Vec<PageHash>, rows: HostRows, after: PutAfter) -> Result<Arc<StoreTransfer>> {
         self.check_rows(&rows)?;
-        self.begin_put(keys, rows, self.shared.config.queue_bytes / self.shared.config.page_bytes)
+        self.begin_put(keys, rows, self.shared.config.queue_bytes / self.shared.config.page_bytes, after)
     }
 
     /// Writes pages from rows, unless `most` pages wait already. The rest of a page after a shorter row is
     /// zero.
-    fn begin_put(&self, keys: Vec<PageHash>, rows: HostRows, most: usize) -> Result<Arc<StoreTransfer>> {
+    fn begin_put(
+        &self,
+        keys: Vec<PageHash>,
+        rows: HostRows,
+        most: usize,
+        after: PutAfter,
+    ) -> Result<Arc<StoreTransfer>> {
         check_counts(&keys, &rows)?;
         check_memory(keys.len() * BOOKKEEPING)?;
         // Those that are not used are dropped without the lock.
         let mut rows: Vec<_> = rows.into_rows().map(Some).collect();
-        let mut state = self.open_state()?;
-        let (mut known, mut pages) = (Vec::new(), Vec::new());
+        let mut guard = self.open_state()?;
+        let state = &mut *guard;
+        let parent = match &after {
+            PutAfter::Page(key) => state.tick(key),
+            PutAfter::PreviousCall | PutAfter::Nothing => None,
+        };
+        let recency = state.ticks.put(keys.len(), state.slots.room(), after, parent);
+        let mut pages = Vec::new();
         let mut present = vec![false; keys.len()];
+        let mut near = None;
         for (page, key) in keys.iter().enumerate() {
-            if let Some(slot) = state.slots.find(key) {
-                known.push(slot);
-                present[page] = true;
-            } else if state.pending.contains(key) {
-                // The other put may still fail, so this one does not report the page as present.
+            // A page that is still being put counts as absent: the other put may fail.
+            let known = state.record_use(key, recency.tick(page), &mut near);
+            present[page] = known == Some(Known::Stored);
+            if known.is_some() {
+                // It is not written again.
             } else if state.pending.len() >= most {
                 state.counts.dropped += 1;
             } else {
-                state.pending.insert(*key);
+                state.pending.insert(*key, recency.tick(page));
                 pages.push(page);
             }
         }
-        state.slots.touch(&known);
-        let first_tick = state.slots.take_ticks(keys.len());
         let transfer = Arc::new(StoreTransfer::new(present, pages.len()));
-        let batch = Arc::new(Batch { keys, transfer: Arc::clone(&transfer), first_tick });
+        let batch = Arc::new(Batch { keys, transfer: Arc::clone(&transfer) });
         let work = |page: usize| PageWork::new(&batch, page, rows[page].take());
         state.puts.extend(pages.into_iter().map(work));
-        drop(state);
+        drop(guard);
         self.shared.changed.notify_all();
         Ok(transfer)
     }
@@ -343,6 +402,7 @@ impl FileStore {
     pub fn remove(&self, keys: &[PageHash]) -> Result<usize> {
         let disk = DiskUser::new(&self.shared, self.open_state()?);
         let mut state = self.shared.state();
+        state.ticks.end_prompt();
         let slots: Vec<FileSlot> = keys.iter().filter_map(|key| state.slots.remove(key)).collect();
         drop(state);
         self.shared.forget(disk.files(), &slots);
@@ -560,14 +620,12 @@ impl Store for FileStore {
 
     /// Reads no file.
     fn find(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
-        let state = self.open_state()?;
-        try_collect(keys.iter().map(|key| state.slots.find(key).is_some()))
+        Self::find(self, keys)
     }
 
-    /// Reads no file. Pieces behind one that is missing are not used.
+    /// Reads no file.
     fn touch(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
-        self.exists(keys)?;
-        self.find(keys)
+        Self::touch(self, keys)
     }
 
     fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
@@ -577,7 +635,7 @@ impl Store for FileStore {
 
     fn put(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         self.check_fit(&rows)?;
-        self.begin_put(keys, rows, usize::MAX)
+        self.begin_put(keys, rows, usize::MAX, PutAfter::Nothing)
     }
 }
 
@@ -609,12 +667,61 @@ impl StoreCore {
     }
 }
 
+/// Where the store has a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Known {
+    /// In its files.
+    Stored,
+    /// In its queue, or at work.
+    Pending,
+}
+
 impl StoreState {
+    /// Records that pages were looked up and found, which become the last used.
+    fn look_up(&mut self, slots: &[FileSlot]) {
+        let recency = self.ticks.look_up(slots.len());
+        self.slots.touch(slots, recency);
+    }
+
+    /// Returns the tick of a page that is there or being put.
+    fn tick(&self, key: &PageHash) -> Option<u64> {
+        let stored = self.slots.find(key).map(|slot| self.slots.record(slot).tick);
+        stored.or_else(|| self.pending.get(key).copied())
+    }
+
+    /// Records a use of a page, unless it is not there or was used later. `near` is a page with a similar
+    /// tick, and becomes this one.
+    fn record_use(&mut self, key: &PageHash, tick: u64, near: &mut Option<FileSlot>) -> Option<Known> {
+        if let Some(slot) = self.slots.find(key) {
+            self.slots.raise(slot, tick, near.replace(slot));
+            return Some(Known::Stored);
+        }
+        let pending = self.pending.get_mut(key)?;
+        *pending = tick.max(*pending);
+        Some(Known::Pending)
+    }
+
     /// Counts a failure, and keeps the first of its kind.
     fn record_failure(&mut self, name: &str, what: &'static str, cause: &io::Error) {
         self.counts.errors += 1;
         if self.noted.insert((what, cause.kind())) {
             self.notes.push(format!("the store in {name} cannot {what}: {cause}"));
+        }
+    }
+
+    /// Counts a failure of a disk that has no space for more pages, and keeps a message whenever that begins,
+    /// at most one a minute.
+    fn record_full(&mut self, name: &str, cause: &io::Error) {
+        const PAUSE: Duration = Duration::from_secs(60);
+        self.counts.errors += 1;
+        let is_new = self.slots.record_full();
+        if is_new && self.noted_full.is_none_or(|noted| noted.elapsed() >= PAUSE) {
+            self.noted_full = Some(Instant::now());
+            let (room, count) = (self.slots.room(), self.slots.count());
+            self.notes.push(format!(
+                "the store in {name} cannot write a page: {cause}: it goes on with {room} of {count} pages, and \
+                 tries from time to time whether there is space for more"
+            ));
         }
     }
 }

@@ -41,7 +41,7 @@ pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool};
 pub use contract::{Occupancy, Piece, Pool, Stats};
 pub use deferred::FreedAs;
 pub use fences::Fence;
-pub use file_store::{FileStore, FileStoreConfig};
+pub use file_store::{FileStore, FileStoreConfig, PutAfter};
 pub use gdn_pool::{GdnConfig, GdnPool};
 pub use host_tier::{HostTier, HostTierConfig};
 pub use kv_pool::{KvConfig, KvLayout, KvPool, Scales};

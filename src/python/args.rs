@@ -375,6 +375,7 @@ pub(super) fn page_keys(object: &Bound<'_, PyAny>) -> PyResult<Vec<PageHash>> {
             Error::config(format!("key {} has {} bytes; a key has 32", keys.len(), bytes.len()))
         })?;
         try_push(&mut keys, key)?;
+        check_signals(object.py(), keys.len())?;
     }
     Ok(keys)
 }
@@ -543,8 +544,16 @@ fn ints(sequence: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
     let mut values = Vec::new();
     for item in sequence.try_iter()? {
         try_push(&mut values, item_of(&item?)?)?;
+        check_signals(sequence.py(), values.len())?;
     }
     Ok(IndexVec::I64(values))
+}
+
+/// Lets an interrupt end the reading of a sequence that is very long or has no end, of which `count` items were
+/// read.
+pub(super) fn check_signals(py: Python<'_>, count: usize) -> PyResult<()> {
+    const OFTEN: usize = 1 << 16;
+    if count.is_multiple_of(OFTEN) { py.check_signals() } else { Ok(()) }
 }
 
 /// Converts one index of a sequence.
@@ -665,10 +674,21 @@ pub(super) fn shape(object: &Bound<'_, PyAny>) -> PyResult<Dims> {
     if let Some(single) = single(object)? {
         return Ok(Dims::new(&[single])?);
     }
-    match ints(object)? {
-        IndexVec::I64(values) => Ok(Dims::new(&values)?),
-        IndexVec::I32(_) => unreachable!("ints are 64 bits wide"),
+    // No more are read than a tensor may have: there may be no end.
+    let mut count = 0;
+    for item in object.try_iter()? {
+        let Some(extent) = extents.get_mut(count) else {
+            let known = object.len().ok().filter(|len| *len > MAX_NDIM);
+            let given = known.map_or_else(|| format!("more than {MAX_NDIM}"), |len| len.to_string());
+            return Err(Error::config(format!(
+                "a tensor of {given} dimensions; at most {MAX_NDIM} are supported"
+            ))
+            .into());
+        };
+        *extent = item_of(&item?)?;
+        count += 1;
     }
+    Ok(Dims::new(&extents[..count])?)
 }
 
 /// Converts the shape of a pool, without negative extents.

@@ -157,6 +157,7 @@ impl BufferPool {
             let (shape, dtype) = (args::shape(&shape)?, args::any_dtype(&dtype)?);
             sizes.push(shape.bytes(dtype)?);
             tensors.push((shape, dtype));
+            args::check_signals(slf.py(), tensors.len())?;
         }
         let stream = current_stream(slf.py(), slf.get().device)?;
         let buffers = slf.get().try_twice(|pool| pool.alloc_batch(&sizes, stream))?;

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::base::Error;
 use crate::memory::HostRows;
-use crate::pool::{FileStore as Store, FileStoreConfig, StoreTransfer as Transfer};
+use crate::pool::{FileStore as Store, FileStoreConfig, PutAfter, StoreTransfer as Transfer};
 use crate::transfer::FileCaching;
 
 use super::args::{self, Access, Arg};
@@ -19,8 +20,9 @@ use super::wait_in_slices;
 ///
 /// Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes
 /// of each page: a page that is found has exactly the bytes that were put, and a damaged one is missing. The
-/// pages used least recently are evicted; a use is a `put`, a `get`, or to be counted by `exists`. Of the
-/// pages of one call, the last are evicted first, so that the beginning of a prefix stays longest.
+/// pages used least recently are evicted; a use is a `put`, a `get`, a `touch`, or to be counted by `exists`.
+/// Of the pages of a prompt, the last are evicted first, so that the beginning of a prefix stays longest: the
+/// pages of one call follow each other, and `parent` of `put` names the page before them.
 ///
 /// Threads read and write, bypassing the page cache where the file system supports it. They report failures
 /// in `stats()`, and the first of each kind as a warning of the logger `kvpool` at a later call. If a page
@@ -30,8 +32,8 @@ use super::wait_in_slices;
 /// a store that is dropped without it drops the pages in its queue.
 ///
 /// Args:
-///     path: A directory, made if it is missing, with access for its owner only. It is locked by this process; a
-///         child of a fork cannot use the store.
+///     path: A directory, made if it is missing, with access for its owner only. Others that may read or change
+///         its pages are a warning. It is locked by this process; a child of a fork cannot use the store.
 ///     capacity_bytes: Bytes of pages, each rounded up to 4096. The index takes 64 bytes more for each page. A store
 ///         can be opened with another capacity: a smaller one keeps the pages used last.
 ///     page_bytes: Bytes of a page.
@@ -74,7 +76,9 @@ impl FileStore {
             digest,
         };
         let caching = if direct { FileCaching::Direct } else { FileCaching::Cached };
-        Ok(Self { store: Arc::new(py.detach(|| Store::at(&path, &config, caching))?) })
+        let store = Self { store: Arc::new(py.detach(|| Store::at(&path, &config, caching))?) };
+        store.report(py);
+        Ok(store)
     }
 
     /// Returns the number of keys before the first whose page is not in the store. Reads no file.
@@ -90,6 +94,35 @@ impl FileStore {
         let keys = args::page_keys(keys)?;
         self.report(py);
         Ok(self.store.exists(&keys)?)
+    }
+
+    /// Returns for each key whether its page is in the store. Reads no file, and records no use.
+    ///
+    /// Args:
+    ///     keys: As in `exists`.
+    ///
+    /// Raises:
+    ///     RuntimeError: As in `exists`.
+    fn find(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
+        let keys = args::page_keys(keys)?;
+        self.report(py);
+        Ok(self.store.find(&keys)?)
+    }
+
+    /// Records a use of pages that are in the store or being put, as `get` does. Reads no file.
+    ///
+    /// Args:
+    ///     keys: As in `exists`, in the order of the prompt. Those of other pages are ignored.
+    ///
+    /// Returns:
+    ///     What `find` returns.
+    ///
+    /// Raises:
+    ///     RuntimeError: As in `exists`.
+    fn touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
+        let keys = args::page_keys(keys)?;
+        self.report(py);
+        Ok(self.store.touch(&keys)?)
     }
 
     /// Reads pages. Returns at once.
@@ -124,34 +157,47 @@ impl FileStore {
         Ok(StoreTransfer { transfer: self.store.get(keys, rows)? })
     }
 
-    /// Writes pages. Returns at once: pages for which the queue has no room are dropped and counted.
+    /// Writes pages. Returns at once: pages for which the queue has no room are dropped and counted, and so are
+    /// the last pages of a prompt that does not fit into the store.
     ///
     /// Do not change the memory before the transfer is done, which keeps it alive until then. Pages that are
     /// stored already, or being written, are not written again.
     ///
     /// Args:
-    ///     keys: As in `exists`.
+    ///     keys: As in `exists`, in the order of the prompt.
     ///     pages: As in `get`; they may be read-only.
     ///     rows: As in `get`.
+    ///     parent: The key of the page before the first one; `b""` if it is the first of a prompt. The pages are
+    ///         as recent as that page, and evicted before it; if it is not there, they are stored only where there is
+    ///         room. By default calls between two look-ups (`exists`, `get`) count as the parts of one prompt,
+    ///         behind the pages that the first of these look-ups has found, as long as the store has room for all.
     ///
     /// Returns:
     ///     A `StoreTransfer`.
     ///
     /// Raises:
-    ///     ConfigError: As in `get`.
+    ///     ConfigError: As in `get`; or if `parent` does not have 0 or 32 bytes.
     ///     IndexError: As in `get`.
     ///     RuntimeError: As in `exists`.
-    #[pyo3(signature = (keys, pages, *, rows=None))]
+    #[pyo3(signature = (keys, pages, *, rows=None, parent=None))]
     fn put(
         &self,
         py: Python<'_>,
         keys: &Bound<'_, PyAny>,
         pages: &Bound<'_, PyAny>,
         rows: Option<&Bound<'_, PyAny>>,
+        parent: Option<&[u8]>,
     ) -> PyResult<StoreTransfer> {
+        let after = match parent {
+            None => PutAfter::PreviousCall,
+            Some([]) => PutAfter::Nothing,
+            Some(key) => PutAfter::Page(key.try_into().map_err(|_| {
+                Error::config(format!("parent has {} bytes; a key has 32, and no page b\"\"", key.len()))
+            })?),
+        };
         let (keys, rows) = (args::page_keys(keys)?, select_rows(py, pages, rows, Access::Read)?);
         self.report(py);
-        Ok(StoreTransfer { transfer: self.store.put(keys, rows)? })
+        Ok(StoreTransfer { transfer: self.store.put(keys, rows, after)? })
     }
 
     /// Removes pages, also for later processes. Those that are still being put are stored nevertheless. Writes to the
@@ -192,7 +238,7 @@ impl FileStore {
 
     /// Returns the statistics: `pages`, `capacity` and `queued` (to be written) in pages; `bytes` of pages; and since
     /// the store was opened `hits` and `misses` of `get`, `evicted`, `damaged` (pages, and entries of the index),
-    /// `dropped` pages of `put`, `errors` of the system, `read_bytes` and `written_bytes`.
+    /// `dropped` pages of `put` (for which there was no room), `errors` of the system, `read_bytes` and `written_bytes`.
     ///
     /// Raises:
     ///     RuntimeError: If the store belongs to the process that this one was forked from.

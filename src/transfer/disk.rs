@@ -47,6 +47,12 @@ pub trait Disk: Debug + Send + Sync {
     /// The errors of the system.
     fn write_at(&self, file: DiskFile, bytes: &[u8], offset: u64) -> Result<usize>;
 
+    /// Waits until the index, as it was written so far, and the names of the files survive a power cut.
+    ///
+    /// # Errors
+    /// The errors of the system.
+    fn flush(&self) -> Result<()>;
+
     /// Returns whether reads and writes of pages bypass the page cache.
     fn is_direct(&self) -> bool {
         false

@@ -1,21 +1,24 @@
 //! A [`Disk`](super::Disk) in a folder of this machine.
 
-use std::fs::{DirBuilder, File, OpenOptions};
-use std::io::Result;
+use std::fs::{DirBuilder, File, Metadata, OpenOptions};
+use std::io::{ErrorKind, Result};
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use crate::base::Error;
-use crate::memory::{FileLock, TryLockResult};
+use crate::memory::{FileLock, TryLockResult, this_user};
 
 use super::{AlignedBytes, BLOCK, Disk, DiskFile};
 
 /// A folder with the files `pages`, `index` and `lock`, for one process at a time.
 #[derive(Debug)]
 pub struct Folder {
+    /// The folder itself.
+    names: File,
     pages: File,
     index: File,
     is_direct: bool,
+    warnings: Vec<String>,
     _lock: FileLock,
 }
 
@@ -44,13 +47,14 @@ impl Folder {
             options.read(true).write(true).create(true).truncate(false).mode(0o600);
             options.custom_flags(flags | libc::O_NOFOLLOW).open(path.join(name))
         };
+        let names = File::open(path).map_err(refused)?;
         let lock = match FileLock::try_lock(&path.join("lock")).map_err(refused)? {
             TryLockResult::Taken(lock) => lock,
             TryLockResult::Held(process) => {
                 let holder = match process {
                     Some(process) if process == std::process::id() => format!("process {process}, this one"),
                     Some(process) => format!("process {process}"),
-                    None => "a process on another machine, or one that has just ended".to_owned(),
+                    None => "a process that the system does not name".to_owned(),
                 };
                 return Err(Error::config(format!("{} is in use by {holder}", path.display())));
             }
@@ -62,7 +66,23 @@ impl Folder {
         };
         let is_direct = direct.is_some() && DIRECT != 0;
         let pages = direct.map_or_else(|| open("pages", 0), Ok).map_err(refused)?;
-        Ok(Self { pages, index, is_direct, _lock: lock })
+        let mut warnings = Vec::new();
+        for (name, file, others) in [
+            // The names of files in a folder say nothing; whoever may change them can bring other files.
+            ("", &names, libc::S_IWGRP | libc::S_IWOTH),
+            ("/pages", &pages, libc::S_IRWXG | libc::S_IRWXO),
+            ("/index", &index, libc::S_IRWXG | libc::S_IRWXO),
+        ] {
+            let about = file.metadata().map_err(refused)?;
+            warnings.extend(access_warning(&format!("{}{name}", path.display()), &about, others));
+        }
+        Ok(Self { names, pages, index, is_direct, warnings, _lock: lock })
+    }
+
+    /// Returns a message for the folder and each file that other users may read or change.
+    #[must_use]
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
     }
 
     fn file(&self, file: DiskFile) -> &File {
@@ -70,6 +90,20 @@ impl Folder {
             DiskFile::Pages => &self.pages,
             DiskFile::Index => &self.index,
         }
+    }
+}
+
+/// Returns a message if a file belongs to a user who is neither that of this process nor the system's, or
+/// others have one of the rights `others`.
+fn access_warning(name: &str, about: &Metadata, others: u32) -> Option<String> {
+    let risk = "who may read the pages of the store, or put others in their place";
+    let (owner, mode) = (about.uid(), about.mode() & 0o7777);
+    if owner != 0 && owner != this_user() {
+        Some(format!("{name} belongs to user {owner}, {risk}"))
+    } else if mode & others != 0 {
+        Some(format!("{name} is open to other users, {risk}: its mode is {mode:o}"))
+    } else {
+        None
     }
 }
 
@@ -99,6 +133,17 @@ impl Disk for Folder {
 
     fn write_at(&self, file: DiskFile, bytes: &[u8], offset: u64) -> Result<usize> {
         self.file(file).write_at(bytes, offset)
+    }
+
+    fn flush(&self) -> Result<()> {
+        for file in [&self.index, &self.names] {
+            match file.sync_all() {
+                // Some file systems cannot flush a folder.
+                Err(cause) if matches!(cause.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => (),
+                flushed => flushed?,
+            }
+        }
+        Ok(())
     }
 
     fn is_direct(&self) -> bool {

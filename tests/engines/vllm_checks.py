@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
+from kvpool._kvpool import _store_keys
 from kvpool.errors import ConfigError, IndexOwnershipError, StaleBufferError
 from kvpool.integrations import seams as adapters
 from kvpool.integrations.seams import EngineMismatchError
@@ -281,6 +282,35 @@ def test_what_host_memory_gives_up_comes_back_from_disk(tmp_path: Path) -> None:
     again = Tiered(tmp_path)  # another process would find the same
     assert [again.load(number) for number in range(1, 14)] == [*range(1, 13), None]
     again.close()
+
+
+def test_the_beginning_of_a_prompt_outlives_its_end_on_disk(tmp_path: Path) -> None:
+    """vLLM names chunks as a set, in parts, and looks them up one at a time."""
+    tiers = Tiered(tmp_path, capacity_bytes=8 * 4096, threads=2)
+    prompt = keys_of(*range(1, 7))
+    request = ReqContext(req_id="prompt")
+    for position, key in enumerate(prompt, 1):
+        request.set_offload_key_position(key, 16 * position)
+    tiers.manager.on_new_request(request)
+    for part in ([2, 1, 0], [5, 3, 4]):
+        keys = [prompt[at] for at in part]
+        tiers.manager.prepare_store(keys, request)
+        tiers.manager.complete_store(keys, request)
+        tiers.step()
+        tiers.step()
+    tiers.manager.on_request_finished(request)
+
+    def found() -> list[bool]:
+        is_there: list[bool] = tiers.tier._store.find(_store_keys(tiers.tier._space, prompt))
+        return is_there
+
+    assert found() == [True] * 6
+    looking = ReqContext(req_id="look-up")
+    for key in prompt:
+        tiers.tier.lookup(key, looking)
+    tiers.store(10, 11, 12, 13)
+    assert found() == [True] * 4 + [False] * 2
+    tiers.close()
 
 
 def test_a_page_that_is_lost_is_a_failed_load_and_then_a_miss(tmp_path: Path) -> None:

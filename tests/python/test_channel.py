@@ -470,6 +470,18 @@ def test_the_secret_is_of_a_file_or_the_environment(tmp_path: Path, caplog: pyte
         read_secret(None, {})
 
 
+@pytest.mark.parametrize("secret", [b"", b"0123456789abcde"])
+def test_a_channel_needs_a_secret_that_is_long_enough(secret: bytes) -> None:
+    text = f"the secret has {len(secret)} bytes; at least 16 are needed"
+    with pytest.raises(ConfigError, match=text):
+        connect(("127.0.0.1", 9), secret)
+    with pytest.raises(ConfigError, match=text):
+        Listener(("127.0.0.1", 0), secret, print)
+    other: Any = secret.decode()
+    with pytest.raises(TypeError, match="a secret must be bytes, not str"):
+        Listener(("127.0.0.1", 0), other, print)
+
+
 def test_addresses_are_of_this_machine_unless_it_is_said() -> None:
     assert parse_address("a", "127.0.0.1:7000", allow_remote=False) == ("127.0.0.1", 7000)
     assert parse_address("a", "[::1]:0", allow_remote=False) == ("::1", 0)

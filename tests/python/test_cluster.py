@@ -563,6 +563,10 @@ def joined(name: str = "false", role: Role = "decode") -> bytes:
         messages.encode(Join("", "decode", MODEL, b"", 1)),
         messages.encode(Join("a/b", "decode", MODEL, b"", 1)),
         messages.encode(messages.Abort(1)),  # what routers say
+        messages.encode(Report(tokens=[(1, [])] * (messages.MAX_LISTED + 1))),
+        messages.encode(Report(lent=[(1, None)] * (messages.MAX_LISTED + 1))),
+        messages.encode(Report(failed=[(1, "")] * (messages.MAX_LISTED + 1))),
+        messages.encode(Report(unread=[1] * (messages.MAX_LISTED + 1))),
     ],
 )
 def test_who_says_what_no_worker_says_is_left(message: bytes) -> None:

@@ -132,6 +132,43 @@ def test_the_page_used_least_recently_goes_first_and_the_end_of_a_call_before_it
     assert len(store) == 4
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_the_beginning_of_a_prompt_stays_longest(tmp_path: Path, threads: int) -> None:
+    prompt = keys_of(*range(32))
+    with opened(tmp_path, 32, threads=threads) as store:
+        assert all(put(store, *range(32)))
+        assert all(put(store, *range(100, 106)))
+        assert (store.find(prompt).index(False), sum(store.find(prompt))) == (26, 26)
+        store.clear()
+        assert put(store, *range(40)) == [True] * 32 + [False] * 8, "more than there is room for"
+        assert store.stats()["dropped"] == 8
+
+
+def test_the_parts_of_a_prompt_follow_their_parent(tmp_path: Path) -> None:
+    with opened(tmp_path, 8) as opened_store:
+
+        def put_after(parent: bytes, *numbers: int) -> list[bool]:
+            pages = np.stack([page_of(each) for each in numbers])
+            transfer = opened_store.put(keys_of(*numbers), pages, parent=parent)
+            assert transfer.wait()
+            return transfer.present
+
+        put_after(b"", 1, 2)
+        put_after(b"", 11, 12)
+        put_after(key_of(2), 3, 4)
+        put_after(key_of(12), 13, 14)
+        put_after(b"", 21, 22)
+        assert opened_store.find(keys_of(1, 2, 3, 4)) == [True, True, False, False]
+        put_after(b"", 23)
+        assert opened_store.find(keys_of(1, 2, 11, 12, 13, 14)) == [True, False, True, True, True, True]
+        assert put_after(key_of(2), 3) == [False], "its beginning is not there, and neither is room"
+        assert opened_store.touch(keys_of(1, 9)) == [True, False]
+        put_after(b"", 24, 25)
+        assert opened_store.find(keys_of(1, 11, 12, 13, 14)) == [True, True, True, False, False]
+        with pytest.raises(ConfigError, match="parent has 31 bytes; a key has 32"):
+            put_after(bytes(31), 5)
+
+
 def test_pages_may_be_of_any_dtype_and_some_rows_of_many(store: FileStore) -> None:
     region = torch.zeros((6, 2, PAGE // 4), dtype=torch.float16)
     region[4], region[1] = 1.5, -2
@@ -176,6 +213,7 @@ def test_removed_and_cleared_pages_are_not_found(tmp_path: Path) -> None:
 def test_another_capacity_keeps_the_pages_used_last(tmp_path: Path) -> None:
     with opened(tmp_path, 6) as store:
         for number in range(1, 7):
+            assert store.exists(keys_of(number)) == 0  # each is a prompt
             put(store, number)
     with opened(tmp_path, 2) as store:
         assert found(store, *range(1, 7)) == [5, 6]
@@ -403,7 +441,7 @@ def test_a_full_disk_goes_on_with_the_pages_that_it_has_space_for(
 
 def test_a_full_disk_keeps_what_was_stored(tmp_path: Path) -> None:
     """A file system of 80 KiB of its own: the pages that were stored stay, later ones evict the oldest."""
-    mount = f"mount -t tmpfs -o size=80k tmpfs {shlex.quote(str(tmp_path))}"
+    mount = f"mount -t tmpfs -o size=80k,mode=700 tmpfs {shlex.quote(str(tmp_path))}"
     alone = ["unshare", "--map-root-user", "--mount", "sh", "-ec"]
     try:
         tried = subprocess.run([*alone, mount], capture_output=True, text=True, check=False)
@@ -424,8 +462,8 @@ def test_a_full_disk_keeps_what_was_stored(tmp_path: Path) -> None:
         pages = np.arange(40, dtype=np.uint8)[:, None].repeat(4096, 1)
         with kvpool.FileStore({str(tmp_path)!r}, 1 << 20, page_bytes=4096, threads=1) as store:
             first = store.put(keys[:30], pages[:30])
-            # One finds the disk full. Those behind it evict others.
-            assert first.wait() and sum(first.present) == 29, first.present
+            # One finds the disk full. Those behind it evict none of their own prompt.
+            assert first.wait() and first.leading == sum(first.present) == len(store), first.present
             held = len(store)
             assert 10 <= held < 20 and store.stats()["errors"] == 1, store.stats()
             later = store.put(keys[30:], pages[30:])
@@ -556,6 +594,53 @@ def test_a_folder_that_the_system_refuses_is_told_with_its_cause(tmp_path: Path)
     with pytest.raises(ConfigError, match="file/store cannot be used: ") as refused:
         opened(file / "store")
     assert isinstance(refused.value.__cause__, NotADirectoryError)
+
+
+def test_a_copy_of_the_directory_does_not_end_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with opened(path) as store:
+        put(store, 1)
+        shutil.copytree(path, tmp_path / "copy")
+        command = [sys.executable, "-c", CHILD, str(path), *map(str, (PAGE, 4 * SLOT, 0, 0))]
+        refused = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert refused.returncode == 1
+        assert f"{path} is in use by a process that the system does not name" in refused.stderr
+    with opened(tmp_path / "copy") as store:
+        assert found(store, 1) == [1]
+
+
+def test_a_directory_that_others_may_change_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "store"
+    opened(path).close()
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        opened(path).close()
+        assert caplog.messages == []
+        path.chmod(0o777)
+        (path / "index").chmod(0o604)
+        opened(path).close()
+    [folder, index] = caplog.messages
+    assert folder.startswith(f"{path} is open to other users, who may read the pages of the store")
+    assert index.startswith(f"{path / 'index'} is open to other users")
+
+
+def test_pages_that_have_lost_their_index_are_a_new_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as store:
+        put(store, 1, 2)
+    index = tmp_path / "index"
+    for left in (b"", bytes(index.stat().st_size), index.read_bytes()[:20]):
+        index.write_bytes(left)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "kvpool"), opened(tmp_path) as store:
+            assert len(store) == 0
+            assert put(store, 3) == [True]
+        [text] = caplog.messages
+        assert text.startswith(f"the store in {tmp_path} has lost its index")
+        with opened(tmp_path) as store:
+            assert found(store, 1, 2, 3) == [3]
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:

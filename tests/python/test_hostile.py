@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -344,6 +345,55 @@ def test_calls_without_memory_are_errors_and_no_aborts(run_snippet: RunSnippet) 
 """,
         hidden=["torch"],
         env={"RUST_BACKTRACE": "0"},
+
+
+class Numbers:
+    """A sequence without an end, whose length may be wrong."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, at: int) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    "shape", [range(1 << 40), itertools.repeat(1), itertools.count(1), Numbers(3), (1,) * 9, [1] * 9]
+)
+def test_no_more_is_read_of_a_shape_than_a_tensor_has_dimensions(shape: Any) -> None:  # noqa: ANN401
+    text = r"a tensor of (\d+|more than 8) dimensions; at most 8 are supported"
+    for make in (kvpool.BufferPool("cpu").alloc, kvpool.Workspace("cpu", arena_bytes=1 << 16).empty):
+        with pytest.raises(ConfigError, match=text):
+            make(shape, "float32")
+
+
+def test_an_interrupt_ends_the_reading_of_indices_without_an_end(run_snippet: RunSnippet) -> None:
+    run_snippet(
+        """
+        import os, signal, threading
+        import kvpool
+
+        class Endless:
+            def __len__(self): return 1
+            def __getitem__(self, at):
+                if at == 1000:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return 1
+
+        from collections.abc import Sequence
+        Sequence.register(Endless)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        allocator = kvpool.TokenToKVPoolAllocator(8, "cpu")
+        try:
+            allocator.free(Endless())
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError
+        """
     )
 
 

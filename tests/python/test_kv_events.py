@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import math
 import os
 import random
 import socket
 import struct
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -43,7 +45,7 @@ from kvpool.integrations.kv_events import (
 )
 from kvpool.integrations.kv_events import publisher as publishers
 from kvpool.integrations.kv_events.feed import Feed
-from kvpool.integrations.kv_events.messages import BATCH_TOKENS, batches
+from kvpool.integrations.kv_events.messages import BATCH_TOKENS, MAX_LISTED, batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -948,13 +950,13 @@ def test_only_who_knows_the_secret_hears_events() -> None:
     """Neither what is published nor what is replayed, and it is not read by who only listens."""
     cache = make_cache(size=1024)
     insert(cache, range(4))
-    with open_publisher(cache, endpoint="tcp://*:0", secret=b"a secret") as publisher:
+    with open_publisher(cache, endpoint="tcp://*:0", secret=b"a secret of some length") as publisher:
         publisher.publish()
         host, _, port = publisher.endpoint.rpartition(":")
         assert host == "tcp://0.0.0.0"
-        for other in (None, b"another secret"):
+        for other in (None, b"another secret of some length"):
             assert subscribed_length(publisher, other, cache) == 0
-        assert subscribed_length(publisher, b"a secret", cache, PATIENCE_S) == 4
+        assert subscribed_length(publisher, b"a secret of some length", cache, PATIENCE_S) == 4
         with socket.create_connection(("127.0.0.1", int(port)), PATIENCE_S) as stranger:
             said = stranger.recv(4096)
             stranger.settimeout(0.2)
@@ -969,17 +971,92 @@ def test_who_does_not_know_the_secret_cannot_publish() -> None:
     """A subscriber ignores an impostor that takes the place of a publisher, with another secret or none."""
     cache = make_cache()
     insert(cache, range(4))
-    for other in (None, b"another secret"):
+    for other in (None, b"another secret of some length"):
         with open_publisher(cache, secret=other) as publisher:
-            assert subscribed_length(publisher, b"a secret", make_cache(size=1024)) == 0
+            assert subscribed_length(publisher, b"a secret of some length", make_cache(size=1024)) == 0
+
+
+@pytest.mark.parametrize("secret", [b"", b"fifteen bytes 1"])
+def test_a_secret_that_can_be_guessed_is_refused(secret: bytes) -> None:
+    text = f"the secret has {len(secret)} bytes; at least 16 are needed"
+    with pytest.raises(ConfigError, match=text):
+        open_publisher(make_cache(), secret=secret)
+    with pytest.raises(ConfigError, match=text):
+        EventSubscriber(PrefixIndex(), secret=secret)
+    for wrong in ("a secret of some length", bytearray(32), 0):
+        other: Any = wrong
+        with pytest.raises(TypeError, match="a secret must be bytes, not "):
+            open_publisher(make_cache(), secret=other)
+        with pytest.raises(TypeError, match="a secret must be bytes, not "):
+            EventSubscriber(PrefixIndex(), secret=other)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell what a connection has sent")
+def test_a_subscriber_that_sends_too_much_is_disconnected(caplog: pytest.LogCaptureFixture) -> None:
+    cache = make_cache(size=1024)
+    insert(cache, range(4))
+    context = zmq.Context()
+    with open_publisher(cache) as publisher, caplog.at_level(logging.WARNING, "kvpool"):
+        publisher.publish()
+        stranger = context.socket(zmq.XSUB)
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.SNDHWM, 0)
+        stranger.setsockopt(zmq.RECONNECT_IVL, -1)
+        stranger.connect(publisher.endpoint)
+        for number in range(5000):
+            stranger.send(b"\1" + number.to_bytes(4, "big") * 200)
+        ends = time.monotonic() + PATIENCE_S
+        for number in itertools.count(1):
+            if publisher.stats()["refused"] or time.monotonic() > ends:
+                break
+            insert(
+                cache, range(1000 * number, 1000 * number + 4)
+            )  # without events nobody reads subscriptions
+            publisher.publish()
+            time.sleep(0.01)
+        assert publisher.stats()["refused"] == 1
+        stranger.close()
+        # Others go on.
+        cache.clear()
+        insert(cache, range(4))
+        assert subscribed_length(publisher, None, cache, PATIENCE_S) == 4
+    context.term()
+    [text] = caplog.messages
+    assert text.startswith("a subscriber from 127.0.0.1 is disconnected: its subscriptions have ")
+
+
+def test_a_silent_connection_ends() -> None:
+    with open_publisher(make_cache()) as publisher:
+        assert publisher.replay_endpoint is not None
+        for endpoint in (publisher.endpoint, publisher.replay_endpoint):
+            port = int(endpoint.rpartition(":")[2])
+            with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as silent:
+                assert silent.recv(4096)  # a greeting
+                while silent.recv(4096):
+                    pass
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        BlockStored([0] * (MAX_LISTED + 1), None, [], 4, None, "GPU", None),
+        BlockStored([1], None, [0] * (MAX_LISTED + 1), 4, None, "GPU", None),
+        BlockRemoved([0] * (MAX_LISTED + 1), "GPU"),
+        BlockStored([1], None, [1], 1, None, "GPU", None, extra_keys=[(0,) * 257]),
+        BlockStored([1], None, [1], 1, None, "GPU", None, lookahead_token_ids=[[0] * 257]),
+    ],
+)
+def test_lists_of_a_batch_are_bounded(event: BlockStored | BlockRemoved) -> None:
+    with pytest.raises(ConfigError, match="not a batch of KV events"):
+        decode(encode(EventBatch(0.0, [event])))
 
 
 def test_without_curve_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq, "has", lambda _: False)
     with pytest.raises(ConfigError, match="no CurveZMQ"):
-        open_publisher(make_cache(), secret=b"a secret")
+        open_publisher(make_cache(), secret=b"a secret of some length")
     with pytest.raises(ConfigError, match="no CurveZMQ"):
-        EventSubscriber(PrefixIndex(), secret=b"a secret")
+        EventSubscriber(PrefixIndex(), secret=b"a secret of some length")
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ POOL: dict[str, list[int]] = {"kv": [], "states": []}
         ({"name": 3}, "name is 3"),
         ({"agent": None}, "agent is None"),
         ({"shapes": []}, "shapes is not an object"),
+        ({"more": "x" * (1 << 22)}, "its header has"),
         ({"shapes": {"kv": 3}}, "the shape of kv is not an object"),
         ({"shapes": {"kv": {"layer_num": -1}}}, r"layer_num is -1, not an int in \[0, "),
         ({"shapes": {"kv": {"layer_num": 1.5}}}, "layer_num is 1.5"),

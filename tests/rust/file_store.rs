@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvpool::base::{DType, ErrorKind};
 use kvpool::memory::{Host, HostRows, Region};
-use kvpool::pool::{FileStore, FileStoreConfig, StoreTransfer};
+use kvpool::pool::{FileStore, FileStoreConfig, PutAfter, StoreTransfer};
 use kvpool::tensor::TensorView;
 use kvpool::transfer::{BLOCK, Disk, FileCaching};
 
@@ -58,12 +58,26 @@ fn bytes(number: u8) -> Vec<u8> {
     (0..PAGE_BYTES).map(|at| number ^ u8::try_from(at % 251).unwrap()).collect()
 }
 
-fn begin_put(store: &FileStore, numbers: &[u8]) -> Arc<StoreTransfer> {
+fn begin_put_after(store: &FileStore, numbers: &[u8], after: PutAfter) -> Arc<StoreTransfer> {
     let (_, rows) = rows(numbers.len());
     for (row, &number) in numbers.iter().enumerate() {
         rows.write(row, &bytes(number));
     }
-    store.put(keys(numbers), rows).unwrap()
+    store.put(keys(numbers), rows, after).unwrap()
+}
+
+fn begin_put(store: &FileStore, numbers: &[u8]) -> Arc<StoreTransfer> {
+    begin_put_after(store, numbers, PutAfter::PreviousCall)
+}
+
+/// Puts the first pages of a prompt.
+fn put_first(store: &FileStore, numbers: &[u8]) -> Vec<bool> {
+    finished(&begin_put_after(store, numbers, PutAfter::Nothing))
+}
+
+/// Puts pages that follow the page `parent`.
+fn put_after(store: &FileStore, parent: u8, numbers: &[u8]) -> Vec<bool> {
+    finished(&begin_put_after(store, numbers, PutAfter::Page([parent; 32])))
 }
 
 fn finished(transfer: &StoreTransfer) -> Vec<bool> {
@@ -289,12 +303,211 @@ fn the_last_pages_of_a_call_go_first_and_use_counts() {
     assert_eq!(found(&store, &[1, 2, 3, 5, 6, 7, 8]), [1, 2, 7, 8]);
 }
 
+/// The number of leading pages of a prompt, without recording a use.
+fn leading(store: &FileStore, numbers: &[u8]) -> usize {
+    store.find(&keys(numbers)).unwrap().into_iter().take_while(|is_there| *is_there).count()
+}
+
+fn numbers(begin: u8, count: u8) -> Vec<u8> {
+    (begin..begin + count).collect()
+}
+
+#[test]
+fn the_beginning_of_a_prompt_outlives_its_end_with_any_number_of_threads() {
+    for threads in 1..=4 {
+        for turn in 0..20 {
+            let disk: Arc<dyn Disk> = Arc::<MemoryDisk>::default();
+            let config = FileStoreConfig { threads, ..config(24) };
+            let store = FileStore::open("memory", &config, &disk).unwrap();
+            put_first(&store, &numbers(0, 24));
+            assert_eq!(put_first(&store, &numbers(100, 5 + turn % 3)), vec![true; usize::from(5 + turn % 3)]);
+            assert_eq!(leading(&store, &numbers(0, 24)), 24 - usize::from(5 + turn % 3), "{threads} threads");
+            assert_eq!(store.broken_invariant(), None);
+        }
+    }
+}
+
+#[test]
+fn a_prompt_that_is_larger_than_the_store_keeps_its_beginning() {
+    for threads in [1, 3] {
+        let disk: Arc<dyn Disk> = Arc::<MemoryDisk>::default();
+        let config = FileStoreConfig { threads, ..config(8) };
+        let store = FileStore::open("memory", &config, &disk).unwrap();
+        let stored = put_first(&store, &numbers(0, 16));
+        assert_eq!(stored, [vec![true; 8], vec![false; 8]].concat(), "{threads} threads");
+        assert_eq!((leading(&store, &numbers(0, 16)), stat(&store, "dropped")), (8, 8));
+        // Also in parts, of which the last ones do not fit.
+        store.clear().unwrap();
+        put_first(&store, &numbers(0, 5));
+        assert_eq!(put_after(&store, 4, &numbers(5, 5)), [true, true, true, false, false]);
+        assert_eq!(put_after(&store, 9, &numbers(10, 5)), [false; 5], "their beginning is not there");
+        assert_eq!(leading(&store, &numbers(0, 15)), 8);
+        assert_eq!(put_first(&store, &numbers(100, 2)), [true, true], "another prompt finds room");
+        assert_eq!(leading(&store, &numbers(0, 15)), 6);
+    }
+}
+
+#[test]
+fn the_parts_of_a_prompt_keep_their_order_whatever_comes_between_them() {
+    let disk = Arc::<MemoryDisk>::default();
+    let store = open(&disk, 16);
+    // Two prompts in turns.
+    put_first(&store, &numbers(0, 2));
+    put_first(&store, &numbers(50, 2));
+    for part in 0..3 {
+        put_after(&store, 2 * part + 1, &numbers(2 * part + 2, 2));
+        put_after(&store, 2 * part + 51, &numbers(2 * part + 52, 2));
+    }
+    drop(store);
+    let store = open(&disk, 16);
+    for other in 0..12 {
+        put_first(&store, &[100 + other]);
+        for prompt in [0, 50] {
+            let there = store.find(&keys(&numbers(prompt, 8))).unwrap();
+            let count = there.iter().filter(|is_there| **is_there).count();
+            assert_eq!(leading(&store, &numbers(prompt, 8)), count, "no page is behind a hole: {there:?}");
+        }
+    }
+    assert_eq!(leading(&store, &numbers(50, 8)), 4, "the other prompt was put first");
+}
+
+#[test]
+fn calls_between_look_ups_are_parts_of_one_prompt() {
+    let store = open(&Arc::default(), 16);
+    for part in 0..4 {
+        put(&store, &numbers(4 * part, 4));
+    }
+    put(&store, &numbers(100, 4));
+    assert_eq!((leading(&store, &numbers(0, 16)), leading(&store, &numbers(100, 4))), (12, 4));
+    // A look-up finds the beginning, and the next part is behind it.
+    store.clear().unwrap();
+    for part in 0..3_u8 {
+        let before = usize::from(4 * part);
+        assert_eq!(store.exists(&keys(&numbers(0, 12))).unwrap(), before);
+        put(&store, &numbers(4 * part, 4));
+    }
+    assert_eq!(store.exists(&keys(&numbers(100, 4))).unwrap(), 0);
+    put(&store, &numbers(100, 4));
+    assert_eq!(store.exists(&keys(&numbers(150, 6))).unwrap(), 0);
+    put(&store, &numbers(150, 6));
+    assert_eq!(leading(&store, &numbers(0, 12)), 6);
+    assert_eq!((leading(&store, &numbers(100, 4)), leading(&store, &numbers(150, 6))), (4, 6));
+}
+
+#[test]
+fn a_touch_counts_for_stored_and_queued_pages() {
+    let disk = Arc::<MemoryDisk>::default();
+    let store = open(&disk, 6);
+    put_first(&store, &numbers(0, 3));
+    put_first(&store, &numbers(50, 3));
+    assert_eq!(store.touch(&keys(&numbers(0, 4))).unwrap(), [true, true, true, false]);
+    put_first(&store, &numbers(100, 2));
+    assert_eq!((leading(&store, &numbers(0, 3)), leading(&store, &numbers(50, 3))), (3, 1));
+    store.clear().unwrap();
+    // No thread gets on while the disk is locked.
+    let held = disk.files();
+    let first = begin_put_after(&store, &numbers(0, 3), PutAfter::Nothing);
+    let second = begin_put_after(&store, &numbers(50, 3), PutAfter::Nothing);
+    assert_eq!(store.touch(&keys(&numbers(0, 3))).unwrap(), [false; 3], "not yet");
+    drop(held);
+    assert_eq!((finished(&first), finished(&second)), (vec![true; 3], vec![true; 3]));
+    put_first(&store, &numbers(100, 2));
+    assert_eq!((leading(&store, &numbers(0, 3)), leading(&store, &numbers(50, 3))), (3, 1));
+    assert_eq!(store.broken_invariant(), None);
+}
+
+#[test]
+fn a_page_that_finds_the_disk_full_takes_the_place_of_another() {
+    let disk = Arc::<MemoryDisk>::default();
+    let store = open(&disk, 500);
+    disk.files().space = 10 * SLOT_BYTES;
+    for turn in 0..60_u8 {
+        let prompt = numbers(4 * turn, 4);
+        assert_eq!(put_first(&store, &prompt), [true; 4], "turn {turn}");
+    }
+    let errors = stat(&store, "errors");
+    assert!((2..=5).contains(&errors), "the disk is tried from time to time: {errors}");
+    let notes = store.take_notes();
+    assert_eq!(notes.len(), 1, "{notes:?}");
+    assert!(notes[0].contains("it goes on with 10 of 500 pages"), "{notes:?}");
+}
+
+#[test]
+fn a_moment_without_space_does_not_limit_the_store_for_good() {
+    let disk = Arc::<MemoryDisk>::default();
+    let store = open(&disk, 250);
+    put_first(&store, &[0, 1]);
+    disk.files().space = 2 * SLOT_BYTES;
+    assert_eq!(put_first(&store, &[2]), [true]);
+    disk.files().space = usize::MAX;
+    for number in 3..=250 {
+        assert_eq!(put_first(&store, &[number]), [true]);
+    }
+    assert!(store.len().unwrap() > 180, "{}", store.len().unwrap());
+    assert_eq!(stat(&store, "errors"), 1);
+}
+
+#[test]
+fn pages_without_an_index_are_a_new_store_with_a_warning() {
+    // What a power cut leaves of an index that was not flushed.
+    let zeros = |bytes: &[u8]| vec![0; bytes.len()];
+    let cut: [fn(&[u8]) -> usize; 4] = [|_| 0, |_| 8, |_| 100, |_| BLOCK];
+    for (number, cut) in cut.into_iter().enumerate() {
+        for is_zeroed in [false, true] {
+            let disk = prepared();
+            let pages = disk.files().pages.len();
+            {
+                let mut files = disk.files();
+                let keep = cut(&files.index);
+                files.index = if is_zeroed { zeros(&files.index) } else { files.index[..keep].to_vec() };
+                if is_zeroed && number > 0 {
+                    // The header alone.
+                    let entry = prepared().files().index[BLOCK..].to_vec();
+                    files.index.splice(BLOCK.., entry);
+                }
+            }
+            let store = open(&disk, 3);
+            if disk.files().index.len() == BLOCK && cut(&[]) == BLOCK && !is_zeroed {
+                // The header is whole, and no entry is there.
+                assert!(store.is_empty().unwrap() && store.take_notes().is_empty());
+                continue;
+            }
+            let [note] = store.take_notes().try_into().unwrap();
+            assert!(note.starts_with("the store in memory has lost its index"), "{note}");
+            assert!(note.contains(&format!("{pages} bytes")), "{note}");
+            assert!(store.is_empty().unwrap());
+            assert_eq!((put(&store, &[1]), found(&store, &[1, 2])), (vec![true], vec![1]));
+            drop(store);
+            let store = open(&disk, 3);
+            assert_eq!((found(&store, &[1]), store.take_notes()), (vec![1], vec![]));
+        }
+    }
+}
+
+#[test]
+fn the_header_of_a_new_store_is_flushed() {
+    let disk = Arc::<MemoryDisk>::default();
+    let store = open(&disk, 3);
+    let flushed = disk.files().flushed.clone();
+    assert_eq!((flushed.len(), &flushed), (BLOCK, &disk.files().index));
+    put(&store, &[1]);
+    drop(store);
+    assert!(open(&disk, 3).take_notes().is_empty());
+    // Another file of this name is not touched.
+    let other = Arc::<MemoryDisk>::default();
+    other.files().index = [vec![0; BLOCK], b"precious".repeat(8)].concat();
+    other.files().pages = vec![7; SLOT_BYTES];
+    let error = try_open(&other, 3).map(drop).unwrap_err();
+    assert_eq!(error.to_string(), "memory: its file index is not that of a store");
+    assert_eq!(other.files().pages, vec![7; SLOT_BYTES]);
+}
+
 #[test]
 fn the_order_of_use_survives_the_process() {
     let disk = Arc::<MemoryDisk>::default();
     let store = open(&disk, 4);
-    put(&store, &[1, 2]);
-    put(&store, &[3, 4]);
+    put_first(&store, &[1, 2]);
+    put_first(&store, &[3, 4]);
     assert_eq!(found(&store, &[2]), [2]);
     drop(store);
     let store = open(&disk, 4);
@@ -307,7 +520,7 @@ fn another_capacity_keeps_the_pages_used_last() {
     let disk = Arc::<MemoryDisk>::default();
     let store = open(&disk, 6);
     for number in ALL {
-        put(&store, &[number]);
+        put_first(&store, &[number]);
     }
     found(&store, &[1]);
     drop(store);
@@ -329,7 +542,7 @@ fn a_process_killed_when_a_store_becomes_smaller_loses_no_more() {
             let disk = Arc::<MemoryDisk>::default();
             let store = open(&disk, 6);
             for number in ALL {
-                put(&store, &[number]);
+                put_first(&store, &[number]);
             }
             drop(store);
             disk.files().fault = Some((nth, Fault::Killed(kept)));
@@ -459,7 +672,7 @@ fn a_store_is_closed_when_no_call_uses_its_files() {
 #[test]
 fn rows_that_do_not_fit_are_refused() {
     let store = open(&Arc::default(), 3);
-    let error = store.put(keys(&[1]), rows(2).1).unwrap_err();
+    let error = store.put(keys(&[1]), rows(2).1, PutAfter::PreviousCall).unwrap_err();
     assert_eq!(error.to_string(), "there are 1 keys for 2 pages");
     let region = Arc::new(Region::new(Arc::new(Host), 64).unwrap());
     let error = store.get(keys(&[1]), rows_of(&region, 1, 64)).unwrap_err();
@@ -552,6 +765,29 @@ fn only_the_owner_has_access_to_the_files() {
     for name in ["index", "pages", "lock"] {
         assert_eq!(mode(&scratch.0.join(name)), 0o600);
     }
+}
+
+#[test]
+fn others_with_access_to_the_pages_are_a_warning() {
+    use std::os::unix::fs::PermissionsExt;
+    let scratch = Scratch::new("others");
+    let set = |path: &Path, mode: u32| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    drop(scratch.open(3).unwrap());
+    let warnings = || scratch.open(3).unwrap().take_notes();
+    assert!(warnings().is_empty());
+    set(&scratch.0, 0o755);
+    assert!(warnings().is_empty(), "the names of its files are no secret");
+    set(&scratch.0, 0o770);
+    set(&scratch.0.join("pages"), 0o640);
+    let path = scratch.0.display();
+    let risk = "who may read the pages of the store, or put others in their place";
+    assert_eq!(
+        warnings(),
+        [
+            format!("{path} is open to other users, {risk}: its mode is 770"),
+            format!("{path}/pages is open to other users, {risk}: its mode is 640"),
+        ]
+    );
 }
 
 #[test]

@@ -22,7 +22,7 @@ use kvpool::memory::{
 use kvpool::pool::{
     AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Fence, FileStore, FileStoreConfig,
     GdnConfig, GdnPool, Grant, Lease, PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, Publication,
-    RemoteStore, ReqToTokenConfig, ReqToTokenPool, Store, StoreCallQueue, TokenToKvPoolAllocator,
+    PutAfter, RemoteStore, ReqToTokenConfig, ReqToTokenPool, Store, StoreCallQueue, TokenToKvPoolAllocator,
 };
 use kvpool::tensor::TensorView;
 use kvpool::transfer::{CopyQueue, Disk};
@@ -565,7 +565,7 @@ fn a_waiter_is_woken_when_two_threads_store_the_last_pages() {
         let pages = TensorView::contiguous(Arc::clone(&region), 0, DType::U8, &[2, BYTES]).unwrap();
         // SAFETY: nothing else uses the region.
         let rows = unsafe { HostRows::of_tensor("pages", &pages.borrow(), region) }.unwrap();
-        let put = store.put(vec![[1; 32], [2; 32]], rows).unwrap();
+        let put = store.put(vec![[1; 32], [2; 32]], rows, PutAfter::Nothing).unwrap();
         let closing = spawn(move || store.close(FOREVER).unwrap());
         assert!(put.wait(FOREVER).unwrap());
         assert_eq!(put.present().unwrap(), [true, true]);

@@ -33,6 +33,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvpool._limits import MAX_OPTION_BYTES, MAX_S, MIN_S, check_ints, check_seconds
+from kvpool._secrets import check_secret
 from kvpool.errors import ConfigError, KvPoolError
 
 if TYPE_CHECKING:
@@ -252,7 +253,9 @@ def connect(address: tuple[str, int], secret: bytes, options: ChannelOptions = D
 
     Raises:
         ChannelError: If nothing listens there, or the listener does not prove that it knows the secret.
+        ConfigError: If the secret has less than 16 bytes.
     """
+    check_secret(secret)
     try:
         connection = socket.create_connection(address, options.handshake_s)
     except OSError as error:
@@ -353,7 +356,7 @@ class Listener:
         refused: Callers that did not know the secret, or were too many at once.
 
     Raises:
-        ConfigError: If the address cannot be bound.
+        ConfigError: If the address cannot be bound, or the secret has less than 16 bytes.
     """
 
     def __init__(
@@ -363,6 +366,7 @@ class Listener:
         on_channel: Callable[[Channel], object],
         options: ChannelOptions = DEFAULTS,
     ) -> None:
+        check_secret(secret)
         self.refused: int = 0
         self._secret = secret
         self._on_channel = on_channel

@@ -18,6 +18,9 @@ MAX_TOKENS: Final = 1 << 20
 MAX_STOP_TOKENS: Final = 1 << 12
 """The most stop tokens of a request."""
 
+MAX_LISTED: Final = 1 << 16
+"""The most entries of a list of a report."""
+
 _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern="^[^/#]+$")]
 MAX_TEXT: Final = 1000
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
@@ -25,6 +28,8 @@ _Bytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_BYTES)]
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Tokens: TypeAlias = Annotated[list[_Token], msgspec.Meta(max_length=MAX_TOKENS)]
+
+_LISTED: Final = msgspec.Meta(max_length=MAX_LISTED)
 
 Role: TypeAlias = Literal["prefill", "decode"]
 """The work of a worker: to compute prompts, or to generate the tokens that follow."""
@@ -143,11 +148,11 @@ class Report(_Message):
         unread: Attempts for which rows are lent that the worker does not read.
     """
 
-    tokens: list[tuple[_Number, _Tokens]] = []
-    lent: list[tuple[_Number, _Bytes | None]] = []
-    failed: list[tuple[_Number, _Text]] = []
+    tokens: Annotated[list[tuple[_Number, _Tokens]], _LISTED] = []
+    lent: Annotated[list[tuple[_Number, _Bytes | None]], _LISTED] = []
+    failed: Annotated[list[tuple[_Number, _Text]], _LISTED] = []
     stats: Annotated[dict[_Text, int], msgspec.Meta(max_length=256)] | None = None
-    unread: list[_Number] = []
+    unread: Annotated[list[_Number], _LISTED] = []
 
 
 ToRouter: TypeAlias = Join | Report

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvpool._secrets import check_secret
 from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("kvpool")
 
-_MIN_BYTES: Final = 16
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -43,6 +43,5 @@ def read_secret(path: str | None = None, environment: Mapping[str, str] = os.env
         secret = environment["KVPOOL_SECRET"].strip().encode()
     else:
         raise ConfigError("there is no secret: name a file, or set KVPOOL_SECRET_FILE or KVPOOL_SECRET")
-    if len(secret) < _MIN_BYTES:
-        raise ConfigError(f"the secret has {len(secret)} bytes; at least {_MIN_BYTES} are needed")
+    check_secret(secret)
     return secret

@@ -43,6 +43,7 @@ WORD_BYTES = 8
 """Bytes of the word that shows whether a lease lasts."""
 
 _MAX_TEXT = 256
+_MAX_HEADER_BYTES = 1 << 22
 _MAX_BUFFERS = 1 << 14
 _END = 1 << 63
 
@@ -199,6 +200,8 @@ def decode_introduction(message: bytes) -> Introduction:
         _refuse(f"it has {len(message)} bytes")
     magic, version, length = _INTRODUCTION.unpack_from(message)
     _check_version(magic == _INTRODUCTION_MAGIC, version)
+    if length > _MAX_HEADER_BYTES:
+        _refuse(f"its header has {length} bytes")
     text, metadata = message[_INTRODUCTION.size :][:length], message[_INTRODUCTION.size + length :]
     try:
         header = _fields(json.loads(text), "its header")

@@ -5,22 +5,12 @@ use std::sync::Arc;
 use crate::cache::PageHash;
 use crate::memory::HostRow;
 use crate::pool::StoreTransfer;
-use crate::transfer::to_u64;
 
 /// The pages that a transfer moves.
 #[derive(Debug)]
 pub(super) struct Batch {
     pub(super) keys: Vec<PageHash>,
     pub(super) transfer: Arc<StoreTransfer>,
-    /// The tick of the last page, if pages are put.
-    pub(super) first_tick: u64,
-}
-
-impl Batch {
-    /// Returns the place of a page in the order of use.
-    pub(super) fn tick(&self, page: usize) -> u64 {
-        self.first_tick + to_u64(self.keys.len() - 1 - page)
-    }
 }
 
 /// A page of a transfer that a thread works on. It is done when this drops.

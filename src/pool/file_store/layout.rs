@@ -97,17 +97,25 @@ pub(super) fn header(digest: Digest, page_bytes: usize) -> [u8; ENTRIES] {
     block
 }
 
-/// Checks that `block` is the header of a store of pages of `page_bytes`. An empty store, whose process may
-/// have been killed when it wrote the header, may have a part of it. Returns whether it has to be written.
-pub(super) fn check_header(digest: Digest, page_bytes: usize, block: &[u8], is_empty: bool) -> Result<bool> {
+/// The state of a header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Header {
+    /// It is that of a store of such pages.
+    Whole,
+    /// It was not written, or in part: the process was killed, or the power was lost.
+    Begun,
+}
+
+/// Checks that `block` is the header of a store of pages of `page_bytes`, or the beginning of one.
+pub(super) fn check_header(digest: Digest, page_bytes: usize, block: &[u8]) -> Result<Header> {
     let expected = header(digest, page_bytes);
     if block == expected {
-        return Ok(false);
+        return Ok(Header::Whole);
     }
     let written = block.iter().rposition(|&byte| byte != 0).map_or(&[][..], |last| &block[..=last]);
     let is_begun = written.len() < HEADER_BYTES && MAGIC.starts_with(&written[..written.len().min(8)]);
-    if is_empty && (is_begun || expected.starts_with(written)) {
-        return Ok(true);
+    if is_begun || expected.starts_with(written) {
+        return Ok(Header::Begun);
     }
     if block.len() < HEADER_BYTES || block[..8] != *MAGIC {
         return Err(Error::config("its file index is not that of a store"));

@@ -10,7 +10,7 @@ use crate::cache::{Digest, PageHash};
 use crate::transfer::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, to_u64, write_whole};
 
 use super::layout::{
-    ENTRY_BYTES, FileSlot, Record, check_header, entry_offset, header, page_offset, page_sum,
+    ENTRY_BYTES, FileSlot, Header, Record, check_header, entry_offset, header, page_offset, page_sum,
 };
 use super::slots::Slots;
 
@@ -33,8 +33,12 @@ type Page = (FileSlot, Record);
 /// The slots and the damage that were found.
 pub(super) struct FoundSlots {
     pub(super) slots: Slots,
+    /// The largest tick, or 0.
+    pub(super) last_tick: u64,
     /// The number of damaged entries and pages.
     pub(super) damaged: usize,
+    /// The bytes of pages that had no index, and were dropped.
+    pub(super) lost_bytes: Option<u64>,
 }
 
 /// Clears the entries of slots in the index, as many as possible.
@@ -64,7 +68,7 @@ impl Opening<'_> {
     /// Returns the pages that are in the files: where there are more than the capacity has slots, those used
     /// last.
     pub(super) fn run(&self) -> Result<FoundSlots> {
-        self.check_header()?;
+        let lost_bytes = self.check_header()?;
         let (mut pages, mut unfit) = self.read_index()?;
         let mut damaged = unfit.len();
         // The last used first, so that of two with one key that one stays.
@@ -87,28 +91,52 @@ impl Opening<'_> {
         kept.reverse();
         let mut slots = Slots::new(self.count);
         slots.fill(&kept)?;
-        Ok(FoundSlots { slots, damaged })
+        let last_tick = kept.last().map_or(0, |(_, record)| record.tick);
+        Ok(FoundSlots { slots, last_tick, damaged, lost_bytes })
     }
 
-    fn check_header(&self) -> Result<()> {
-        let [index, pages] = [DiskFile::Index, DiskFile::Pages].map(|file| self.disk.bytes(file));
-        let (index, pages) = (index.map_err(open_error)?, pages.map_err(open_error)?);
+    /// Checks the header, and writes that of a new store. Returns the bytes of pages that have lost their
+    /// index, which are dropped.
+    fn check_header(&self) -> Result<Option<u64>> {
+        let index = self.disk.bytes(DiskFile::Index).map_err(open_error)?;
         let there = usize::try_from(index).unwrap_or(BLOCK).min(BLOCK);
         let mut block = try_zeros(there)?;
         read_whole(self.disk, DiskFile::Index, &mut block, 0).map_err(open_error)?;
-        if check_header(self.digest, self.page_bytes, &block, index <= to_u64(BLOCK) && pages == 0)? {
-            write_whole(self.disk, DiskFile::Index, &header(self.digest, self.page_bytes), 0)
-                .map_err(open_error)?;
+        if check_header(self.digest, self.page_bytes, &block)? == Header::Whole {
+            return Ok(None);
         }
-        Ok(())
+        if !self.begins_anew()? {
+            return Err(Error::config("its file index is not that of a store"));
+        }
+        let lost = self.disk.bytes(DiskFile::Pages).map_err(open_error)?;
+        for file in [DiskFile::Index, DiskFile::Pages] {
+            self.disk.truncate(file, 0).map_err(open_error)?;
+        }
+        write_whole(self.disk, DiskFile::Index, &header(self.digest, self.page_bytes), 0)
+            .and_then(|()| self.disk.flush())
+            .map_err(open_error)?;
+        Ok((lost > 0).then_some(lost))
     }
 
-    /// Returns the pages that lie in the file, and the slots of other entries.
-    fn read_index(&self) -> Result<(Vec<Page>, Vec<FileSlot>)> {
+    /// Returns whether an index whose header is not whole is that of a store: nothing follows, or an entry.
+    fn begins_anew(&self) -> Result<bool> {
         let end = self.disk.bytes(DiskFile::Index).map_err(open_error)?;
-        let pages = self.disk.bytes(DiskFile::Pages).map_err(open_error)?;
-        let whole = pages / to_u64(self.slot_bytes);
-        let (mut records, mut unfit, mut slot) = (Vec::new(), Vec::new(), FileSlot::new(0));
+        let mut is_empty = true;
+        let is_ours = self.any_entry(end, |slot, entry| {
+            is_empty &= *entry == [0; ENTRY_BYTES];
+            Ok(Record::decode(self.digest, slot, entry).is_some())
+        })?;
+        Ok(is_ours || is_empty)
+    }
+
+    /// Calls `is_found` with the entries of the index before the byte `end`, until one is found. Returns
+    /// whether one was.
+    fn any_entry(
+        &self,
+        end: u64,
+        mut is_found: impl FnMut(FileSlot, &[u8; ENTRY_BYTES]) -> Result<bool>,
+    ) -> Result<bool> {
+        let mut slot = FileSlot::new(0);
         let mut piece = try_zeros(PIECE.min(usize::try_from(end).unwrap_or(PIECE)))?;
         while slot.number() < u32::MAX && entry_offset(slot) < end {
             let left = (end - entry_offset(slot)) / to_u64(ENTRY_BYTES);
@@ -120,18 +148,33 @@ impl Opening<'_> {
             let piece = &mut piece[..entries * ENTRY_BYTES];
             read_whole(self.disk, DiskFile::Index, piece, entry_offset(slot)).map_err(open_error)?;
             for entry in piece.as_chunks::<ENTRY_BYTES>().0 {
-                if *entry != [0; ENTRY_BYTES] {
-                    match Record::decode(self.digest, slot, entry) {
-                        Some(record) if u64::from(slot.number()) < whole => {
-                            try_push(&mut records, (slot, record))?;
-                        }
-                        _ => try_push(&mut unfit, slot)?,
-                    }
+                if is_found(slot, entry)? {
+                    return Ok(true);
                 }
                 let Some(next) = slot.number().checked_add(1) else { break };
                 slot = FileSlot::new(next);
             }
         }
+        Ok(false)
+    }
+
+    /// Returns the pages that lie in the file, and the slots of other entries.
+    fn read_index(&self) -> Result<(Vec<Page>, Vec<FileSlot>)> {
+        let end = self.disk.bytes(DiskFile::Index).map_err(open_error)?;
+        let pages = self.disk.bytes(DiskFile::Pages).map_err(open_error)?;
+        let whole = pages / to_u64(self.slot_bytes);
+        let (mut records, mut unfit) = (Vec::new(), Vec::new());
+        self.any_entry(end, |slot, entry| {
+            if *entry != [0; ENTRY_BYTES] {
+                match Record::decode(self.digest, slot, entry) {
+                    Some(record) if u64::from(slot.number()) < whole => {
+                        try_push(&mut records, (slot, record))?
+                    }
+                    _ => try_push(&mut unfit, slot)?,
+                }
+            }
+            Ok(false)
+        })?;
         Ok((records, unfit))
     }
 
@@ -227,6 +270,10 @@ mod tests {
             self.index.lock().expect("no panic")[offset..][..bytes.len()].copy_from_slice(bytes);
             Ok(bytes.len())
         }
+
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
     }
 
     /// Reads the beginning of each part only, since there are many.
@@ -260,7 +307,7 @@ mod tests {
         let opening = Opening { disk: &disk, digest, page_bytes: 4096, slot_bytes: 4096, count: 1_000_000 };
         let mut found = opening.run().expect("a store");
         assert_eq!((found.slots.len(), found.damaged), (999_998, 2));
-        let mut first = || found.slots.take().expect("one of all");
+        let mut first = || found.slots.take(u64::MAX).expect("one of all");
         assert_eq!(
             (first(), first(), first()),
             (FileSlot::new(5), FileSlot::new(7), FileSlot::new(999_999)),

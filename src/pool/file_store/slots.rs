@@ -7,11 +7,12 @@ use crate::cache::{PageHash, RecencyList};
 use crate::transfer::to_u64;
 
 use super::layout::{FileSlot, Record};
+use super::recency::Recency;
 
 /// The most slots of a store.
 pub(super) const MAX_SLOTS: usize = 0xffff_fff0;
 
-/// Pages that are stored before a disk that was full is tried with one more.
+/// Pages that are stored before a disk that was full is tried with more than it had.
 const PROBE: usize = 64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,8 +30,8 @@ enum Use {
 #[derive(Debug)]
 struct SlotUse {
     record: Record,
-    /// The tick in the index, which may be older.
-    written_tick: u64,
+    /// The number of uses when the entry in the index was written, whose tick may be older.
+    written_at: u64,
     /// Threads that use the slot.
     holders: u32,
     usage: Use,
@@ -39,7 +40,7 @@ struct SlotUse {
 impl SlotUse {
     const FREE: Self = Self {
         record: Record { key: [0; 32], sum: [0; 16], tick: 0 },
-        written_tick: 0,
+        written_at: 0,
         holders: 0,
         usage: Use::Free,
     };
@@ -47,8 +48,8 @@ impl SlotUse {
 
 /// The slots of a store.
 ///
-/// Pages that can be found are in a list by their last use. A slot is taken for a page, which then is stored
-/// or given up. Slots that are held are not taken.
+/// Pages that can be found are in a list by their ticks, those with larger ones first. A slot is taken for a
+/// page, which then is stored or given up. Slots that are held are not taken.
 #[derive(Debug)]
 pub(super) struct Slots {
     /// The slots that were ever used, at most `count`.
@@ -56,6 +57,8 @@ pub(super) struct Slots {
     count: usize,
     /// The largest number of slots in use: `count`, or fewer while the disk is full.
     limit: usize,
+    /// The number of slots in use when the disk was found full, until there are more again.
+    full_at: Option<usize>,
     stored_since_full: usize,
     by_key: HashMap<PageHash, FileSlot>,
     written: usize,
@@ -63,7 +66,10 @@ pub(super) struct Slots {
     free: VecDeque<FileSlot>,
     /// The pages that can be found.
     order: RecencyList<FileSlot>,
-    next_tick: u64,
+    /// The page that entered `order` last. Others with similar ticks follow it.
+    entered: Option<FileSlot>,
+    /// The pages used so far, each counted as often as it was used.
+    uses: u64,
     evicted: usize,
 }
 
@@ -73,12 +79,14 @@ impl Slots {
             slot_uses: Vec::new(),
             count,
             limit: count,
+            full_at: None,
             stored_since_full: 0,
             by_key: HashMap::new(),
             written: 0,
             free: VecDeque::new(),
             order: RecencyList::default(),
-            next_tick: 1,
+            entered: None,
+            uses: 0,
             evicted: 0,
         }
     }
@@ -90,6 +98,11 @@ impl Slots {
 
     pub(super) const fn count(&self) -> usize {
         self.count
+    }
+
+    /// Returns the number of pages that the store has room for: fewer than its slots while the disk is full.
+    pub(super) const fn room(&self) -> usize {
+        self.limit
     }
 
     pub(super) const fn evicted(&self) -> usize {
@@ -118,30 +131,75 @@ impl Slots {
         &mut self.slot_uses[widen(slot.number())]
     }
 
-    /// Ticks for `count` pages that follow each other, the first one the latest. Returns that of the last
-    /// one.
-    pub(super) fn take_ticks(&mut self, count: usize) -> u64 {
-        let first = self.next_tick;
-        self.next_tick += to_u64(count);
-        first
+    fn tick(&self, slot: FileSlot) -> u64 {
+        self.slot_use(slot).record.tick
     }
 
-    /// Records a use of the pages, which follow each other: the first one is evicted last.
-    pub(super) fn touch(&mut self, slots: &[FileSlot]) {
-        for &slot in slots.iter().rev() {
-            let tick = self.take_ticks(1);
-            self.slot_use_mut(slot).record.tick = tick;
+    /// Records a use of the pages, which follow each other and become the last used: the first one is evicted
+    /// last.
+    pub(super) fn touch(&mut self, slots: &[FileSlot], recency: Recency) {
+        self.uses += to_u64(slots.len());
+        for (page, &slot) in slots.iter().enumerate().rev() {
+            self.slot_use_mut(slot).record.tick = recency.tick(page);
             self.order.touch(slot);
+        }
+    }
+
+    /// Records a use of a page, unless it was used later. `near` is a page with a similar tick.
+    pub(super) fn raise(&mut self, slot: FileSlot, tick: u64, near: Option<FileSlot>) {
+        self.uses += 1;
+        if self.tick(slot) < tick {
+            self.order.remove(slot);
+            self.slot_use_mut(slot).record.tick = tick;
+            self.enter(slot, near);
+        }
+    }
+
+    /// Adds a page to the order, at the place of its tick. The one that was added before it is a good `near`.
+    fn enter(&mut self, slot: FileSlot, near: Option<FileSlot>) {
+        let is_there = |near: &FileSlot| *near != slot && self.slot_use(*near).usage == Use::Stored;
+        let near = near.filter(is_there).or_else(|| self.entered.filter(is_there));
+        let newer = self.last_used_since(self.tick(slot), near);
+        self.order.insert_older_than(slot, newer);
+        self.entered = Some(slot);
+    }
+
+    /// Returns the oldest of the pages whose tick is at least `tick`. Costs as many steps as there are pages
+    /// between it and `near`, or an end of the order.
+    fn last_used_since(&self, tick: u64, near: Option<FileSlot>) -> Option<FileSlot> {
+        let (mut above, mut below) = (self.order.newest()?, self.order.oldest()?);
+        if self.tick(above) < tick {
+            return None;
+        }
+        if self.tick(below) >= tick {
+            return Some(below);
+        }
+        match near {
+            Some(near) if self.tick(near) >= tick => above = near,
+            Some(near) => below = near,
+            None => (),
+        }
+        loop {
+            let next = self.order.older(above).expect("`below` is older");
+            if self.tick(next) < tick {
+                return Some(above);
+            }
+            above = next;
+            let next = self.order.newer(below).expect("`above` is newer");
+            if self.tick(next) >= tick {
+                return Some(next);
+            }
+            below = next;
         }
     }
 
     /// Returns the record to write to the index, if the one in the index is much older.
     pub(super) fn stale_record(&mut self, slot: FileSlot) -> Option<Record> {
-        let lag = self.next_tick - self.slot_use(slot).written_tick;
-        let slot_use = &mut self.slot_uses[widen(slot.number())];
-        let is_stale = slot_use.usage == Use::Stored && lag > to_u64(self.count / 8);
+        let (uses, most) = (self.uses, to_u64(self.count / 8));
+        let slot_use = self.slot_use_mut(slot);
+        let is_stale = slot_use.usage == Use::Stored && uses - slot_use.written_at > most;
         if is_stale {
-            slot_use.written_tick = slot_use.record.tick;
+            slot_use.written_at = uses;
         }
         is_stale.then_some(slot_use.record)
     }
@@ -166,10 +224,11 @@ impl Slots {
         }
     }
 
-    /// Takes a slot for a page: a free one, or that of the page used least recently. `None` if all are held.
-    pub(super) fn take(&mut self) -> Option<FileSlot> {
+    /// Takes a slot for a page with this tick: a free one, or that of the page used least recently, if its
+    /// tick is smaller. Pages with larger ticks stay: they come before it in a prompt, or were used later.
+    pub(super) fn take(&mut self, tick: u64) -> Option<FileSlot> {
         let slot = if self.len() + self.written < self.limit { self.take_free() } else { None };
-        let slot = slot.or_else(|| self.evict())?;
+        let slot = slot.or_else(|| self.evict(tick))?;
         self.slot_use_mut(slot).usage = Use::Written;
         self.written += 1;
         Some(slot)
@@ -187,9 +246,11 @@ impl Slots {
         Some(FileSlot::new(u32::try_from(fresh).expect("MAX_SLOTS was checked")))
     }
 
-    /// Evicts the page used least recently of those that are not held. The caller takes its slot.
-    fn evict(&mut self) -> Option<FileSlot> {
-        let slot = self.order.iter_oldest().find(|&slot| self.slot_use(slot).holders == 0)?;
+    /// Evicts the page used least recently of those that are not held and have a smaller tick. The caller
+    /// takes its slot.
+    fn evict(&mut self, tick: u64) -> Option<FileSlot> {
+        let older = self.order.iter_oldest().take_while(|&slot| self.tick(slot) < tick);
+        let slot = { older }.find(|&slot| self.slot_use(slot).holders == 0)?;
         let key = self.slot_use(slot).record.key;
         self.by_key.remove(&key);
         self.order.remove(slot);
@@ -197,22 +258,30 @@ impl Slots {
         Some(slot)
     }
 
-    /// Makes the page in a taken slot one that can be found: next to the page `before` it, or else as the
-    /// last used.
-    pub(super) fn store(&mut self, slot: FileSlot, record: Record, before: Option<&PageHash>) {
-        let newer = before.and_then(|key| self.find(key));
+    /// Makes the page in a taken slot one that can be found. The entry in the index has the tick of `record`,
+    /// which may be smaller than `tick`. The page is next to the one `before` it, if that is there.
+    pub(super) fn store(&mut self, slot: FileSlot, record: Record, tick: u64, before: Option<&PageHash>) {
+        let near = before.and_then(|key| self.find(key));
+        self.begin_use(slot, record, tick);
+        self.enter(slot, near);
+        self.stored_since_full += 1;
+        if self.full_at.is_some_and(|full| self.len() + self.written > full) {
+            self.full_at = None;
+        }
+        if self.stored_since_full >= PROBE {
+            self.limit = self.count;
+        }
+    }
+
+    fn begin_use(&mut self, slot: FileSlot, record: Record, tick: u64) {
+        self.uses += 1;
+        let written_at = self.uses;
         let slot_use = self.slot_use_mut(slot);
         debug_assert_eq!(slot_use.usage, Use::Written, "{slot:?} was not taken");
-        slot_use.record = record;
-        slot_use.written_tick = record.tick;
-        slot_use.usage = Use::Stored;
+        *slot_use =
+            SlotUse { record: Record { tick, ..record }, written_at, usage: Use::Stored, ..*slot_use };
         self.written -= 1;
-        self.order.insert_older_than(slot, newer);
         self.by_key.insert(record.key, slot);
-        self.stored_since_full += 1;
-        if self.limit < self.count && self.stored_since_full.is_multiple_of(PROBE) {
-            self.limit += 1;
-        }
     }
 
     /// Gives up a taken slot. It is taken again after all others, as its place on the disk may be bad.
@@ -222,11 +291,13 @@ impl Slots {
         self.free.push_front(slot);
     }
 
-    /// Records that the disk has no space for more pages than it has now. From then on others are evicted for
-    /// a new one.
-    pub(super) fn record_full(&mut self) {
-        self.limit = (self.len() + self.written).min(self.count).max(1);
+    /// Records that the disk has no space for more pages than it has now. Others are evicted for new ones until
+    /// it is tried again. Returns whether this was not known.
+    pub(super) fn record_full(&mut self) -> bool {
+        let used = (self.len() + self.written).min(self.count);
+        self.limit = used.max(1);
         self.stored_since_full = 0;
+        self.full_at.replace(used).is_none()
     }
 
     /// Removes a page. Its slot is held for the caller, who clears its entry and releases it.
@@ -254,8 +325,8 @@ impl Slots {
         for &(slot, record) in pages {
             self.slot_use_mut(slot).usage = Use::Written;
             self.written += 1;
-            self.store(slot, record, None);
-            self.next_tick = record.tick + 1;
+            self.begin_use(slot, record, record.tick);
+            self.order.push(slot);
         }
         let slot_uses = &self.slot_uses;
         self.free.retain(|&slot| slot_uses[widen(slot.number())].usage == Use::Free);
@@ -264,13 +335,14 @@ impl Slots {
 
     /// Returns a description of the first broken invariant.
     pub(super) fn broken_invariant(&self) -> Option<String> {
-        let mut seen = 0;
+        let (mut seen, mut tick) = (0, 0);
         for slot in self.order.iter_oldest() {
             let slot_use = self.slot_use(slot);
-            if slot_use.usage != Use::Stored || self.find(&slot_use.record.key) != Some(slot) {
+            let is_known = slot_use.usage == Use::Stored && self.find(&slot_use.record.key) == Some(slot);
+            if !is_known || slot_use.record.tick < tick {
                 return Some(format!("{slot:?} is out of order: {slot_use:?}"));
             }
-            seen += 1;
+            (seen, tick) = (seen + 1, slot_use.record.tick);
         }
         let of = |usage| self.slot_uses.iter().filter(|slot_use| slot_use.usage == usage).count();
         let counted = [of(Use::Stored), of(Use::Written), of(Use::Free)];

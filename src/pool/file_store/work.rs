@@ -11,7 +11,7 @@ use crate::transfer::{AlignedBytes, Disk, DiskFile, read_whole, write_whole};
 use super::batch::PageWork;
 use super::layout::{ENTRY_BYTES, FileSlot, Record, entry_offset, page_offset, page_sum};
 use super::opening::clear_entries;
-use super::{DiskUser, StoreCore};
+use super::{DiskUser, StoreCore, StoreState};
 
 /// A thread that takes pages from the queues, those to read first, until the store closes and the queues are
 /// empty.
@@ -23,7 +23,8 @@ pub(super) struct Worker {
 
 enum Job {
     Get(PageWork),
-    Put(PageWork),
+    /// To a slot, if there is one for the page.
+    Put(PageWork, Option<FileSlot>),
 }
 
 impl Worker {
@@ -36,7 +37,7 @@ impl Worker {
         while let Some(job) = self.next() {
             let work = AssertUnwindSafe(|| match job {
                 Job::Get(work) => self.get(work),
-                Job::Put(work) => self.put(work),
+                Job::Put(work, slot) => self.put(work, slot),
             });
             if catch_unwind(work).is_err() {
                 let panicked = io::Error::other("a thread panicked");
@@ -52,7 +53,10 @@ impl Worker {
                 return Some(Job::Get(work));
             }
             if let Some(work) = state.puts.pop_front() {
-                return Some(Job::Put(work));
+                // In the order of the queue: of a prompt that does not fit, the beginning gets the slots.
+                let tick = state.pending_tick(&work);
+                let slot = state.slots.take(tick);
+                return Some(Job::Put(work, slot));
             }
             if state.is_closing {
                 return None;
@@ -118,41 +122,65 @@ impl Worker {
         failed.is_none()
     }
 
-    fn put(&mut self, mut work: PageWork) {
+    fn put(&mut self, mut work: PageWork, slot: Option<FileSlot>) {
         let shared = Arc::clone(&self.shared);
+        let taken = slot.map(|slot| Taken { shared: &shared, slot, is_stored: false });
         let pending = PendingPut { shared: &shared, work: &mut work };
+        let Some(mut taken) = taken else {
+            shared.state().counts.dropped += 1;
+            return;
+        };
         let (batch, at) = (Arc::clone(&pending.work.batch), pending.work.page);
         let (bytes, rest) = self.bytes.as_mut_slice().split_at_mut(pending.work.row.bytes());
         pending.work.row.read(bytes);
         rest.fill(0);
         let page = &self.bytes.as_mut_slice()[..shared.config.page_bytes];
         let key = batch.keys[at];
-        let record = Record { key, sum: page_sum(shared.config.digest, &key, page), tick: batch.tick(at) };
-        let mut state = shared.state();
-        let Some(slot) = state.slots.take() else {
-            state.counts.dropped += 1;
-            return;
-        };
-        drop(state);
-        let mut taken = Taken { shared: &shared, slot, is_stored: false };
-        match write_page(self.disk.files(), self.bytes.as_mut_slice(), slot, &record, &shared) {
-            Ok(()) => {
-                let mut state = shared.state();
-                state.slots.store(slot, record, at.checked_sub(1).map(|before| &batch.keys[before]));
-                state.counts.written_bytes += shared.config.page_bytes;
-                taken.is_stored = true;
-                drop(state);
-                pending.work.is_present = true;
-            }
-            Err(cause) => {
-                drop(taken);
-                let mut state = shared.state();
-                if is_full(cause.kind()) {
-                    state.slots.record_full();
+        let sum = page_sum(shared.config.digest, &key, page);
+        let mut may_retry = true;
+        loop {
+            let record = Record { key, sum, tick: shared.state().pending_tick(pending.work) };
+            let bytes = self.bytes.as_mut_slice();
+            match write_page(self.disk.files(), bytes, taken.slot, &record, &shared) {
+                Ok(()) => {
+                    let mut state = shared.state();
+                    let tick = state.pending_tick(pending.work);
+                    let before = at.checked_sub(1).map(|before| &batch.keys[before]);
+                    state.slots.store(taken.slot, record, tick, before);
+                    state.counts.written_bytes += shared.config.page_bytes;
+                    taken.is_stored = true;
+                    drop(state);
+                    pending.work.is_present = true;
+                    return;
                 }
-                state.record_failure(&shared.name, "write a page", &cause);
+                Err(cause) if is_full(cause.kind()) => {
+                    // The place of an evicted page has space for this one.
+                    drop(taken);
+                    let mut state = shared.state();
+                    state.record_full(&shared.name, &cause);
+                    let slot = if may_retry { state.slots.take(record.tick) } else { None };
+                    let Some(slot) = slot else {
+                        state.counts.dropped += 1;
+                        return;
+                    };
+                    drop(state);
+                    taken = Taken { shared: &shared, slot, is_stored: false };
+                    may_retry = false;
+                }
+                Err(cause) => {
+                    drop(taken);
+                    shared.state().record_failure(&shared.name, "write a page", &cause);
+                    return;
+                }
             }
         }
+    }
+}
+
+impl StoreState {
+    /// Returns the tick of a page that is being put.
+    fn pending_tick(&self, work: &PageWork) -> u64 {
+        self.pending[work.key()]
     }
 }
 

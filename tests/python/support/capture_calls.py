@@ -397,6 +397,8 @@ ENTRIES: dict[str, Entry] = {
     "Load.cancel": Entry(lambda w: w.load.cancel(), WORKS),
     "FileStore()": Entry(_with_store, WORKS),
     "FileStore.exists": Entry(lambda w: w.files.store.exists(w.files.keys) == 1, WORKS),
+    "FileStore.find": Entry(lambda w: w.files.store.find(w.files.keys) == [True], WORKS),
+    "FileStore.touch": Entry(lambda w: w.files.store.touch(w.files.keys) == [True], WORKS),
     "FileStore.get": Entry(lambda w: w.files.store.get(w.files.keys, w.files.pages).wait(), WORKS),
     "FileStore.put": Entry(lambda w: w.files.store.put(w.files.keys, w.files.pages), WORKS),
     "FileStore.remove": Entry(lambda w: w.files.store.remove(w.files.keys), WORKS),

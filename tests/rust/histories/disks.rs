@@ -32,6 +32,8 @@ pub(crate) struct Files {
     pub(crate) is_removed: bool,
     /// The number of calls.
     pub(crate) calls: usize,
+    /// The index as it survives a power cut.
+    pub(crate) flushed: Vec<u8>,
 }
 
 impl Default for MemoryDisk {
@@ -44,6 +46,7 @@ impl Default for MemoryDisk {
             is_killed: false,
             is_removed: false,
             calls: 0,
+            flushed: Vec::new(),
         }))
     }
 }
@@ -130,6 +133,14 @@ impl Disk for MemoryDisk {
         }
         target[begin..begin + done].copy_from_slice(&bytes[..done]);
         if files.is_killed { Err(Error::other("killed")) } else { Ok(done) }
+    }
+
+    fn flush(&self) -> Result<()> {
+        let mut files = self.files();
+        files.call(0)?;
+        let index = files.index.clone();
+        files.flushed = index;
+        Ok(())
     }
 
     fn is_reachable(&self) -> Result<bool> {

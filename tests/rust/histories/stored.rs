@@ -1,13 +1,14 @@
 //! The store of pages: a page that is found has the bytes that were put, whatever happens to the disk, and
-//! the least recently used page is evicted first.
+//! the pages of the prompt used least recently are evicted first, the last one before the others.
 
+use std::cmp::Reverse;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvpool::base::{DType, ErrorKind};
 use kvpool::memory::{HostRows, Region};
-use kvpool::pool::{FileStore, FileStoreConfig};
+use kvpool::pool::{FileStore, FileStoreConfig, PutAfter};
 use kvpool::tensor::TensorView;
 use kvpool::transfer::Disk;
 
@@ -22,10 +23,23 @@ const MOST: usize = 5;
 
 type Key = [u8; 32];
 
+/// The number of a prompt, and the place of a page in it.
+type Rank = (usize, Reverse<usize>);
+
+#[derive(Clone, Copy)]
+struct Page {
+    number: usize,
+    fill: u8,
+    rank: Rank,
+}
+
 struct Model {
-    /// The pages with their contents, the least recently used first.
-    pages: Vec<(usize, u8)>,
+    /// The pages, in any order. The one with the smallest rank is evicted first.
+    pages: Vec<Page>,
     slots: usize,
+    prompts: usize,
+    /// The prompt that the next call may continue, and its pages so far.
+    last: Option<(usize, usize)>,
 }
 
 struct World {
@@ -55,7 +69,7 @@ fn bytes(number: usize, fill: u8) -> Vec<u8> {
 
 pub(super) fn run(source: &mut Source<'_>) {
     let region = Arc::new(Region::new(host(), MOST.max(KEYS) * PAGE_BYTES).expect("memory"));
-    let model = Model { pages: Vec::new(), slots: 1 + source.below(8) };
+    let model = Model { pages: Vec::new(), slots: 1 + source.below(8), prompts: 0, last: None };
     let mut world = World { disk: Arc::default(), store: None, region, model };
     world.open().expect("a new disk");
     while source.next_step() {
@@ -69,35 +83,57 @@ pub(super) fn run(source: &mut Source<'_>) {
 
 impl Model {
     fn find(&self, number: usize) -> Option<usize> {
-        self.pages.iter().position(|(known, _)| *known == number)
+        self.pages.iter().position(|page| page.number == number)
     }
 
-    /// Records a use of the pages that are there. The first one is evicted last.
-    fn touch(&mut self, numbers: impl DoubleEndedIterator<Item = usize>) {
-        for number in numbers.rev() {
+    /// Records a look-up of pages that are there or not. The first one is evicted last.
+    fn touch(&mut self, numbers: &[usize]) {
+        self.prompts += 1;
+        let mut found = 0;
+        for &number in numbers {
             if let Some(at) = self.find(number) {
-                let page = self.pages.remove(at);
-                self.pages.push(page);
+                let rank = (self.prompts, Reverse(found));
+                self.pages[at].rank = self.pages[at].rank.max(rank);
+                found += 1;
             }
         }
+        self.last = (found > 0).then_some((self.prompts, found));
     }
 
     /// Puts those that are not there. Returns them.
-    fn put(&mut self, numbers: &[usize], fill: u8) -> Vec<usize> {
-        let known: Vec<usize> =
-            numbers.iter().copied().filter(|&number| self.find(number).is_some()).collect();
-        self.touch(known.iter().copied());
-        let mut put = Vec::new();
+    fn put(&mut self, numbers: &[usize], fill: u8, after: PutAfter) -> Vec<usize> {
+        let (prompt, begin) = match self.last {
+            Some((prompt, begin))
+                if after == PutAfter::PreviousCall && begin + numbers.len() <= self.slots =>
+            {
+                (prompt, begin)
+            }
+            _ => {
+                self.prompts += 1;
+                (self.prompts, 0)
+            }
+        };
+        self.last = Some((prompt, begin + numbers.len()));
+        let mut new: Vec<Page> = Vec::new();
         for (at, &number) in numbers.iter().enumerate() {
-            if known.contains(&number) || put.contains(&number) {
-                continue;
+            let rank = (prompt, Reverse(begin + at));
+            if let Some(known) = self.find(number) {
+                self.pages[known].rank = self.pages[known].rank.max(rank);
+            } else if new.iter().all(|page| page.number != number) {
+                new.push(Page { number, fill, rank });
             }
+        }
+        let mut put = Vec::new();
+        for page in new {
             if self.pages.len() == self.slots {
-                self.pages.remove(0);
+                let oldest = (0..self.slots).min_by_key(|&at| self.pages[at].rank).expect("a slot");
+                if self.pages[oldest].rank > page.rank {
+                    continue;
+                }
+                self.pages.swap_remove(oldest);
             }
-            let before = at.checked_sub(1).and_then(|before| self.find(numbers[before]));
-            self.pages.insert(before.unwrap_or(self.pages.len()), (number, fill));
-            put.push(number);
+            self.pages.push(page);
+            put.push(page.number);
         }
         put
     }
@@ -128,12 +164,12 @@ impl World {
         unsafe { HostRows::of_tensor("rows", &tensor.borrow(), Arc::clone(&self.region) as _) }.expect("rows")
     }
 
-    fn put(&self, numbers: &[usize], fill: u8) -> Vec<bool> {
+    fn put(&self, numbers: &[usize], fill: u8, after: PutAfter) -> Vec<bool> {
         let rows = self.rows(numbers.len());
         for (row, &number) in numbers.iter().enumerate() {
             rows.write(row, &bytes(number, fill));
         }
-        let put = self.store().put(keys(numbers), rows).expect("an open store");
+        let put = self.store().put(keys(numbers), rows, after).expect("an open store");
         assert!(put.wait(Duration::from_secs(60)).expect("this process"));
         put.present().expect("this process")
     }
@@ -155,7 +191,7 @@ impl World {
 
     /// Checks that what is found is right.
     fn check(&self) {
-        for &(number, fill) in &self.model.pages {
+        for &Page { number, fill, .. } in &self.model.pages {
             if let Some(page) = self.get(&[number]).remove(0) {
                 assert_eq!(page, bytes(number, fill), "page {number}");
             }
@@ -165,18 +201,21 @@ impl World {
     /// Takes over the pages that are still there, which must be right. From then on they are in the order of
     /// the model.
     fn learn(&mut self) {
-        let before = std::mem::take(&mut self.model.pages);
-        for (number, fill) in before {
-            let found = self.get(&[number]).remove(0);
-            if let Some(page) = found {
-                assert_eq!(page, bytes(number, fill), "page {number}");
-                self.model.pages.push((number, fill));
+        let mut before = std::mem::take(&mut self.model.pages);
+        before.sort_by_key(|page| page.rank);
+        for page in before {
+            let found = self.get(&[page.number]).remove(0);
+            if let Some(bytes_found) = found {
+                assert_eq!(bytes_found, bytes(page.number, page.fill), "page {}", page.number);
+                self.model.pages.push(page);
             }
+            self.model.touch(&[page.number]);
         }
     }
 
     fn reopen(&mut self) {
         self.store = None;
+        self.model.last = None;
         self.open().expect("files of a store");
     }
 }
@@ -186,9 +225,10 @@ fn step(source: &mut Source<'_>, world: &mut World) {
     match source.below(16) {
         0..=4 => {
             let fill = u8::try_from(source.below(200)).expect("small");
-            let present = world.put(&numbers, fill);
+            let after = source.of(&[PutAfter::PreviousCall, PutAfter::PreviousCall, PutAfter::Nothing]);
+            let present = world.put(&numbers, fill, after);
             let known: Vec<bool> = numbers.iter().map(|&number| world.model.find(number).is_some()).collect();
-            let put = world.model.put(&numbers, fill);
+            let put = world.model.put(&numbers, fill, after);
             for (at, &number) in numbers.iter().enumerate() {
                 let is_first = put.contains(&number) && !numbers[..at].contains(&number);
                 assert_eq!(present[at], known[at] || is_first);
@@ -197,25 +237,31 @@ fn step(source: &mut Source<'_>, world: &mut World) {
         5..=7 => {
             let found = world.get(&numbers);
             for (found, &number) in found.into_iter().zip(&numbers) {
-                let expected = world.model.find(number).map(|at| world.model.pages[at].1);
+                let expected = world.model.find(number).map(|at| world.model.pages[at].fill);
                 assert_eq!(found, expected.map(|fill| bytes(number, fill)), "page {number}");
             }
-            world.model.touch(numbers.into_iter());
+            if !numbers.is_empty() {
+                world.model.touch(&numbers);
+            }
         }
         8..=9 => {
             let leading = numbers.iter().take_while(|&&number| world.model.find(number).is_some()).count();
             assert_eq!(world.store().exists(&keys(&numbers)).expect("open"), leading);
-            world.model.touch(numbers[..leading].iter().copied());
+            if !numbers.is_empty() {
+                world.model.touch(&numbers[..leading]);
+            }
         }
         10 => {
             let before = world.model.pages.len();
-            world.model.pages.retain(|(number, _)| !numbers.contains(number));
+            world.model.pages.retain(|page| !numbers.contains(&page.number));
+            world.model.last = None;
             let removed = world.store().remove(&keys(&numbers)).expect("open");
             assert_eq!(removed, before - world.model.pages.len());
         }
         11 if source.rarely(4) => {
             assert_eq!(world.store().clear().expect("open"), world.model.pages.len());
             world.model.pages.clear();
+            world.model.last = None;
         }
         11 => {
             world.reopen();
@@ -239,6 +285,7 @@ fn step(source: &mut Source<'_>, world: &mut World) {
 /// Changes bytes of the files while the store is closed.
 fn damage(source: &mut Source<'_>, world: &mut World) {
     world.store = None;
+    world.model.last = None;
     let mut files = world.disk.files();
     for _ in 0..=source.below(4) {
         let file = if source.flip() { &mut files.pages } else { &mut files.index };
@@ -286,7 +333,7 @@ fn fail(source: &mut Source<'_>, world: &mut World, numbers: &[usize]) {
     let what = source.below(4);
     match what {
         0 | 1 => {
-            world.put(numbers, fill);
+            world.put(numbers, fill, PutAfter::PreviousCall);
         }
         2 => {
             world.get(numbers);
@@ -309,10 +356,9 @@ fn fail(source: &mut Source<'_>, world: &mut World, numbers: &[usize]) {
     // Pages that were put may be there and may have evicted others; pages that were got or removed may be
     // missing.
     if what < 2 {
-        let old: Vec<_> = world.model.pages.clone();
         for &number in numbers {
-            if !old.iter().any(|(known, _)| *known == number) && world.model.find(number).is_none() {
-                world.model.pages.push((number, fill));
+            if world.model.find(number).is_none() {
+                world.model.pages.push(Page { number, fill, rank: (world.model.prompts, Reverse(0)) });
             }
         }
     }

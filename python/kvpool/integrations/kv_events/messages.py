@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import msgspec
 
@@ -25,8 +25,17 @@ BATCH_TOKENS: Final = 1 << 16
 MEDIA: Final = {"device": "GPU", "host": "CPU", "store": "STORAGE"}
 """vLLM's names of the tiers."""
 
+MAX_LISTED: Final = 1 << 20
+"""The most entries of a list in a batch: blocks, tokens, events."""
+
 _INTS: Final = range(-(1 << 63), 1 << 64)  # of MessagePack
 _SHORT_BYTES: Final = 8
+
+
+_LISTED: Final = msgspec.Meta(max_length=MAX_LISTED)
+_FEW: Final = msgspec.Meta(max_length=256)  # of what belongs to one block
+_Hashes: TypeAlias = Annotated[list[bytes | int], _LISTED]
+_Extras: TypeAlias = Annotated[tuple[Any, ...], _FEW]
 
 
 # The order of the fields is part of the format: vLLM can also send events as arrays.
@@ -46,21 +55,21 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
         group_idx: The rest is of vLLM, and not sent by kvpool.
     """
 
-    block_hashes: list[bytes | int]
+    block_hashes: _Hashes
     parent_block_hash: bytes | int | None
-    token_ids: list[int]
+    token_ids: Annotated[list[int], _LISTED]
     block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
+    extra_keys: Annotated[list[_Extras | None], _LISTED] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
     ownership: str | None = None
     session_id: str | None = None
-    lookahead_token_ids: list[list[int]] | None = None
+    lookahead_token_ids: Annotated[list[Annotated[list[int], _FEW]], _LISTED] | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -72,7 +81,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
         group_idx: The rest is of vLLM, and not sent by kvpool.
     """
 
-    block_hashes: list[bytes | int]
+    block_hashes: _Hashes
     medium: str | None
     group_idx: int | None = None
     locality: str | None = None
@@ -96,7 +105,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """
 
     ts: float
-    events: list[Event]
+    events: Annotated[list[Event], _LISTED]
     data_parallel_rank: int | None = None
 
 

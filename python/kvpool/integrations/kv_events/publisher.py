@@ -17,6 +17,7 @@ import zmq
 from kvpool._addresses import check_endpoint
 from kvpool._closing import Closing
 from kvpool._limits import MAX_INT, MAX_OPTION_BYTES, check_ints
+from kvpool.integrations.kv_events.guard import Guard, guard
 from kvpool.integrations.kv_events.messages import EventBatch, batches, encode
 from kvpool.integrations.kv_events.sockets import bind, connect, curve_options, open_socket
 
@@ -27,8 +28,20 @@ SEQUENCE_BYTES: Final = 8
 END: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 """The sequence number that ends a replay."""
 
-_MOST_ASKED_BYTES: Final = 4096  # of a subscription or a request
+_MOST_ASKED_BYTES: Final = 4096  # of a request
+_MOST_SUBSCRIBED_BYTES: Final = 1024  # of a subscription, and of a message of a handshake
+_MOST_WAITING: Final = 16  # subscriptions of a connection, until `publish` reads them
+_RECEIVED_BYTES: Final = 1 << 14  # that the system keeps of them
 _REQUEST_PARTS: Final = 3
+
+# A connection ends that does not complete its handshake, or whose other end is gone without a word.
+_ENDS: Final = (
+    (zmq.HANDSHAKE_IVL, 5000),
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 60),
+    (zmq.TCP_KEEPALIVE_INTVL, 10),
+    (zmq.TCP_KEEPALIVE_CNT, 6),
+)
 
 _numbers = count()
 _take_events = methodcaller("events")
@@ -58,8 +71,9 @@ class EventPublisher(Closing):
     Batches contain the tokens of prompts, and ZeroMQ does not authenticate subscribers. So only processes of
     this machine can subscribe, unless `allow_remote` or `secret` is given.
 
-    Calls are thread-safe. A publisher has sockets, and a thread if there is a replay endpoint. They end with
-    `close`, with the publisher, and with the program.
+    Calls are thread-safe. A publisher has sockets, and a thread that answers requests for replays and, on
+    Linux and for "tcp://", ends connections of subscribers who send too much. They end with `close`, with the
+    publisher, and with the program.
 
     Args:
         cache: A cache with `events=True`. Nothing else may read its events.
@@ -75,13 +89,14 @@ class EventPublisher(Closing):
         int_hashes: Whether keys of pages are sent as ints of 64 bits, for older routers that do not support
             bytes. Two pages may then have the same key.
         allow_remote: Whether an endpoint may have an address that other machines can reach.
-        secret: A secret that subscribers must know. With one, messages are encrypted (CurveZMQ), and
-            endpoints may have any address. Only an `EventSubscriber` can read them.
+        secret: A secret of at least 16 bytes that subscribers must know. With one, messages are encrypted
+            (CurveZMQ), and endpoints may have any address. Only an `EventSubscriber` can read them.
 
     Raises:
         ConfigError: If the cache was made without `events=True`; if other machines can reach an endpoint and
-            neither `allow_remote` nor `secret` is given; if an endpoint cannot be bound; if a number is
-            negative, or `hwm` is 0.
+            neither `allow_remote` nor `secret` is given; if an endpoint cannot be bound; if the secret has
+            less than 16 bytes; if a number is negative, or `hwm` is 0.
+        TypeError: If the secret is not `bytes`.
     """
 
     def __init__(  # noqa: PLR0913
@@ -99,6 +114,7 @@ class EventPublisher(Closing):
         allow_remote: bool = False,
         secret: bytes | None = None,
     ) -> None:
+        keys = curve_options(secret, is_server=True)
         allow_remote = allow_remote or secret is not None
         check_endpoint("endpoint", endpoint, allow_remote=allow_remote)
         if replay_endpoint is not None:
@@ -116,13 +132,21 @@ class EventPublisher(Closing):
         self._closed = False
         self._next = self._events = self._bytes = self._stalls = 0
         self._buffer = _Buffer(buffer_steps, buffer_bytes)
-        self._replays: _Replays | None = None
+        self._service: _Service | None = None
         with ExitStack() as opened:
-            limits = [(zmq.SNDHWM, hwm), (zmq.XPUB_NODROP, 1), (zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)]
-            keys = curve_options(secret, is_server=True)
-            self._pub = opened.enter_context(open_socket(zmq.PUB, [*limits, *keys]))
+            limits = [
+                (zmq.SNDHWM, hwm),
+                (zmq.XPUB_NODROP, 1),
+                (zmq.MAXMSGSIZE, _MOST_SUBSCRIBED_BYTES),
+                (zmq.RCVHWM, _MOST_WAITING),
+                (zmq.RCVBUF, _RECEIVED_BYTES),
+            ]
+            self._pub = opened.enter_context(open_socket(zmq.PUB, [*limits, *_ENDS, *keys]))
             self._endpoint = bind(self._pub, "endpoint", endpoint)
-            self._replay_endpoint = None
+            self._guard = guard(self._pub, self._endpoint)
+            if self._guard is not None:
+                opened.callback(self._guard.close)
+            self._replay_endpoint = router = None
             if replay_endpoint is not None:
                 # A peer has at most this much of a replay on its way, and of another before it.
                 limits = [
@@ -130,10 +154,11 @@ class EventPublisher(Closing):
                     (zmq.ROUTER_MANDATORY, 1),
                     (zmq.MAXMSGSIZE, _MOST_ASKED_BYTES),
                 ]
-                router = opened.enter_context(open_socket(zmq.ROUTER, [*limits, *keys]))
+                router = opened.enter_context(open_socket(zmq.ROUTER, [*limits, *_ENDS, *keys]))
                 self._replay_endpoint = bind(router, "replay_endpoint", replay_endpoint)
-                self._replays = _Replays(router, self._buffer, self._topic)
-                opened.callback(self._replays.close)
+            if router is not None or self._guard is not None:
+                self._service = _Service(router, self._guard, self._buffer, self._topic)
+                opened.callback(self._service.close)
             # The events that are not sent yet; at first, the cached pages. Taken last, when nothing can fail.
             self._unsent = cache.events()
             self._end = weakref.finalize(self, _close, opened.pop_all(), self._process)
@@ -195,8 +220,8 @@ class EventPublisher(Closing):
 
         These are the number of `batches`, `events` and `bytes` that were sent; `stalls`, how often a
         subscriber with a full queue began to lose batches (ZeroMQ does not count the lost ones, but
-        subscribers notice them); `buffered` batches and `buffered_bytes` that can be replayed; `replays`, and
-        requests `refused`.
+        subscribers notice them); `buffered` batches and `buffered_bytes` that can be replayed; `replays`; and
+        `refused`: requests, and connections that were ended because of what they have sent.
         """
         with self._lock:
             buffered, buffered_bytes = self._buffer.size()
@@ -207,8 +232,8 @@ class EventPublisher(Closing):
                 "stalls": self._stalls,
                 "buffered": buffered,
                 "buffered_bytes": buffered_bytes,
-                "replays": self._replays.served if self._replays else 0,
-                "refused": self._replays.refused if self._replays else 0,
+                "replays": self._service.served if self._service else 0,
+                "refused": sum(each.refused for each in (self._service, self._guard) if each is not None),
             }
 
     def close(self) -> None:
@@ -262,13 +287,16 @@ class _Buffer:
             return len(self._batches), self._bytes
 
 
-class _Replays:
-    """The thread that answers requests for replays, also while the engine is idle."""
+class _Service:
+    """The thread that answers requests for replays and watches subscribers, also while the engine is idle."""
 
-    def __init__(self, router: zmq.Socket[bytes], buffer: _Buffer, topic: bytes) -> None:
+    def __init__(
+        self, router: zmq.Socket[bytes] | None, watch: Guard | None, buffer: _Buffer, topic: bytes
+    ) -> None:
         self.served = 0
         self.refused = 0
         self._router = router
+        self._guard = watch
         self._buffer = buffer
         self._topic = topic
         name = f"inproc://kvpool-replays-{next(_numbers)}"
@@ -290,22 +318,28 @@ class _Replays:
 
     def _run(self, end: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(end, zmq.POLLIN)
-        while not end.closed and end not in dict(poller.poll()):
-            with suppress(zmq.ZMQError):  # the peer is gone, or asks without reading
-                self._answer(self._router.recv_multipart(zmq.NOBLOCK))
+        for each in (self._router, None if self._guard is None else self._guard.monitor, end):
+            if each is not None:
+                poller.register(each, zmq.POLLIN)
+        while not end.closed:
+            if end in dict(poller.poll(None if self._guard is None else self._guard.wait_ms)):
+                break
+            if self._guard is not None:
+                self._guard.step()
+            if self._router is not None:
+                with suppress(zmq.ZMQError):  # the peer is gone, or asks without reading
+                    self._answer(self._router, self._router.recv_multipart(zmq.NOBLOCK))
 
-    def _answer(self, request: list[bytes]) -> None:
+    def _answer(self, router: zmq.Socket[bytes], request: list[bytes]) -> None:
         if len(request) != _REQUEST_PARTS or request[1] or len(request[2]) != SEQUENCE_BYTES:
             self.refused += 1
             return
         peer, empty, start = request
         for number, payload in self._buffer.since(int.from_bytes(start, "big")):
             parts = (peer, empty, self._topic, number.to_bytes(SEQUENCE_BYTES, "big"), payload)
-            self._router.send_multipart(parts, zmq.NOBLOCK)
+            router.send_multipart(parts, zmq.NOBLOCK)
         self.served += 1
-        self._router.send_multipart((peer, empty, b"", END, b""), zmq.NOBLOCK)
+        router.send_multipart((peer, empty, b"", END, b""), zmq.NOBLOCK)
 
 
 def _close(sockets: ExitStack, process: int) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import zmq
 from zmq.utils import z85
 
+from kvpool._secrets import check_secret
 from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,10 +28,12 @@ def curve_options(secret: bytes | None, *, is_server: bool) -> list[tuple[int, i
         is_server: Whether the socket is bound.
 
     Raises:
-        ConfigError: If ZeroMQ was built without CurveZMQ.
+        ConfigError: If the secret has less than 16 bytes, or ZeroMQ was built without CurveZMQ.
+        TypeError: If the secret is not `bytes`.
     """
     if secret is None:
         return []
+    check_secret(secret)
     if not zmq.has("curve"):
         raise ConfigError("this build of ZeroMQ has no CurveZMQ: its sockets cannot have a secret")
     server, client = (

@@ -59,7 +59,9 @@ class EventSubscriber(Closing):
         secret: The secret of the publishers, if they have one.
 
     Raises:
-        ConfigError: If a time is not in [0.001, 86400], or `max_bytes` is below 1.
+        ConfigError: If a time is not in [0.001, 86400], `max_bytes` is below 1, or the secret has less than
+            16 bytes.
+        TypeError: If the secret is not `bytes`.
     """
 
     def __init__(  # noqa: PLR0913

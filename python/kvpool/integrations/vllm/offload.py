@@ -14,8 +14,9 @@ vLLM finds them by its settings (`kv_connector_extra_config`):
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, insort
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -50,7 +51,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
+    from typing import Literal
 
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
     from vllm.v1.kv_offload.cpu.common import CPUOffloadingInfo
@@ -267,11 +269,46 @@ class KvpoolLRUPolicy(CachePolicy):  # type: ignore[misc]
         self._order.set_evictable(key, False)
 
 
+class _Prompt:
+    """The chunks of a request that its calls have named so far, by position."""
+
+    def __init__(self) -> None:
+        self._positions: list[int] = []
+        self._keys: dict[int, OffloadKey] = {}
+        self._last: OffloadKey | Literal[b""] = b""
+
+    def add(self, keys: Iterable[OffloadKey], request: ReqContext) -> None:
+        for key in keys:
+            position = request.get_offload_key_position(key)
+            if position is not None:
+                if position not in self._keys:
+                    insort(self._positions, position)
+                self._keys[position] = key
+            self._last = key
+
+    def before(self, keys: Sequence[OffloadKey], request: ReqContext) -> OffloadKey | Literal[b""]:
+        """Return the key before the first one, which is `b""` if there is none."""
+        position = request.get_offload_key_position(keys[0]) if keys else None
+        if position is None:
+            return self._last
+        at = bisect_left(self._positions, position)
+        return self._keys[self._positions[at - 1]] if at else b""
+
+
+class _Job(NamedTuple):
+    """A transfer in progress, and its keys in the order of its pages."""
+
+    job: TransferJob
+    keys: list[OffloadKey]
+    transfer: StoreTransfer
+
+
 class FileStoreTier(SecondaryTierManager):  # type: ignore[misc]
     """A tier on a local disk: chunks of host memory in a `FileStore`.
 
     Each model, layout and data-parallel replica has a directory of its own below `path`, with
-    `capacity_bytes` of chunks. Look-ups are answered at once, from memory.
+    `capacity_bytes` of chunks. Look-ups are answered at once, from memory. Of the chunks of a prompt the last
+    ones are evicted first, in whatever order vLLM names them: it tells their positions.
 
     Args:
         offloading_spec: The spec that the tier belongs to.
@@ -314,7 +351,7 @@ class FileStoreTier(SecondaryTierManager):  # type: ignore[misc]
         replica = f"_dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
         self._space = json.dumps(mapper.get_run_config(), sort_keys=True).encode()
         chunks = torch.frombuffer(primary_kv_view, dtype=torch.uint8).view(-1, self.block_size_bytes)
-        self._chunks: torch.Tensor | None = chunks
+        self._chunks: Any = chunks
         self._store = FileStore(
             f"{mapper.base_path}_r{mapper.rank}{replica}",
             capacity_bytes,
@@ -322,35 +359,49 @@ class FileStoreTier(SecondaryTierManager):  # type: ignore[misc]
             threads=threads,
             queue_bytes=max(queue_bytes, self.block_size_bytes),
         )
-        self._running: dict[int, tuple[TransferJob, StoreTransfer]] = {}
+        self._running: dict[int, _Job] = {}
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        found = self._store.exists(_store_keys(self._space, [key]))
+        [found] = self._store.find(_store_keys(self._space, [key]))
         return LookupResult.HIT if found else LookupResult.MISS
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._store.exists(_store_keys(self._space, keys))
+        ordered = order_request_keys([[*keys]], req_context)
+        self._store.touch(_store_keys(self._space, ordered))
+        _state(req_context, _Prompt).add(ordered, req_context)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, self._store.put)
+        request = job_metadata.req_context
+        keys = [*job_metadata.keys]
+        places = dict(zip(keys, job_metadata.chunk_ids, strict=True))
+        ordered = order_request_keys([keys], request)
+        prompt = _state(request, _Prompt)
+        before = prompt.before(ordered, request)
+        transfer = self._store.put(
+            _store_keys(self._space, ordered),
+            self._chunks,
+            rows=[int(places[key]) for key in ordered],
+            parent=_store_keys(self._space, [before])[0] if before else b"",
+        )
+        prompt.add(ordered, request)
+        self._running[job_metadata.job_id] = _Job(job_metadata, ordered, transfer)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, self._store.get)
-
-    def _submit(self, job: TransferJob, move: Callable[..., StoreTransfer]) -> None:
-        transfer = move(_store_keys(self._space, job.keys), self._chunks, rows=job.chunk_ids)
-        self._running[job.job_id] = job, transfer
+        keys = [*job_metadata.keys]
+        transfer = self._store.get(_store_keys(self._space, keys), self._chunks, rows=job_metadata.chunk_ids)
+        self.touch(keys, job_metadata.req_context)
+        self._running[job_metadata.job_id] = _Job(job_metadata, keys, transfer)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        done = [job_id for job_id, (_, transfer) in self._running.items() if transfer.query()]
-        return [self._result(*self._running.pop(job_id)) for job_id in done]
+        done = [job_id for job_id, running in self._running.items() if running.transfer.query()]
+        return [self._result(self._running.pop(job_id)) for job_id in done]
 
-    def _result(self, job: TransferJob, transfer: StoreTransfer) -> JobResult:
-        present = transfer.present
-        arrived = [key for key, is_present in zip(job.keys, present, strict=True) if is_present]
+    def _result(self, running: _Job) -> JobResult:
+        present, job = running.transfer.present, running.job
+        arrived = [key for key, is_present in zip(running.keys, present, strict=True) if is_present]
         return JobResult(
             job_id=job.job_id,
             success=all(present),
@@ -359,8 +410,8 @@ class FileStoreTier(SecondaryTierManager):  # type: ignore[misc]
         )
 
     def drain_jobs(self) -> None:
-        for _, transfer in self._running.values():
-            transfer.wait()
+        for running in self._running.values():
+            running.transfer.wait()
 
     def shutdown(self) -> None:
         self._store.close()
