@@ -459,12 +459,19 @@ impl OptionalLedger {
     }
 
     /// Returns the owner that the call in progress names, if there is a ledger.
+    #[inline]
     pub(super) fn named_owner(&self) -> Option<Owner> {
         self.get().and_then(|_| CallRecord::current().owner.clone())
     }
 
+    /// Returns whether the call in progress names an owner, and `index` is known to be held by others alone.
+    pub(super) fn is_held_by_others(&self, index: u32) -> bool {
+        let owner = self.named_owner();
+        owner.is_some_and(|owner| self.is_held_by_others_than(index, &owner))
+    }
+
     /// Returns whether `index` is known to be held by others than `owner`.
-    pub(super) fn is_held_by_others(&self, index: u32, owner: &Owner) -> bool {
+    pub(super) fn is_held_by_others_than(&self, index: u32, owner: &Owner) -> bool {
         self.get().is_some_and(|ledger| ledger.is_held_by_others(index, owner))
     }
 

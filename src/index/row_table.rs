@@ -184,14 +184,16 @@ impl<I: Id> RowTable<I> {
     /// anything would be dropped; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the
     /// host cannot allocate the lists. Nothing is changed then.
     pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
-        self.free_explained(values, on_bad, |_| ())
+        self.free_explained(values, on_bad, |_| false, |_| ())
     }
 
-    /// Works like [`RowTable::free`]; `explain` adds to the report.
+    /// Works like [`RowTable::free`], without rows that are others' according to `is_of_others`; `explain` adds
+    /// to the report.
     pub(super) fn free_explained(
         &mut self,
         values: &IndexVec,
         on_bad: OnBadFree,
+        is_of_others: impl Fn(I) -> bool,
         explain: impl FnOnce(&mut BadFrees),
     ) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
         let capacity = self.rows.capacity();
@@ -203,6 +205,7 @@ impl<I: Id> RowTable<I> {
                 None if value == 0 => BadFree::Padding,
                 None => BadFree::OutOfRange,
                 Some(row) if self.cached.contains(widen(row.number())) => BadFree::Cached,
+                Some(row) if is_of_others(row) && batch.list().is_live(row) => BadFree::OtherOwner,
                 Some(row) if batch.add(Mask::of(row.number())) == 0 => continue,
                 Some(row) if bad.has_room() && batch.contains(row) => BadFree::NamedTwice,
                 Some(row) => batch.list().reason(row),

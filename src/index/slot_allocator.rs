@@ -86,6 +86,8 @@ pub struct SlotAllocator {
     owners: Owners,
     /// When pages were freed.
     free_times: FreeTimes,
+    /// Whether the last free left the times of its pages to the caller.
+    has_left_times: bool,
     /// The fenced frees and their fences.
     fences: Vec<(FenceId, FencedFree)>,
     next_fence: u64,
@@ -146,6 +148,7 @@ impl SlotAllocator {
             named: Bitmap::new(if page_size == 1 { 0 } else { widen(count) + 1 })?,
             owners: Owners::new()?,
             free_times: FreeTimes::new(count + 1)?,
+            has_left_times: false,
             fences: Vec::new(),
             next_fence: 0,
             epoch: Epoch::default(),

@@ -393,6 +393,9 @@ impl ChunkPool {
         if state.chunks.references(chunk) > 1 {
             return self.refuse(&mut state, chunk, BadFree::StillReferenced);
         }
+        if state.chunks.references(chunk) == 1 && state.chunks.is_held_by_others(chunk.index()) {
+            return self.refuse(&mut state, chunk, BadFree::OtherOwner);
+        }
         self.give_up(&mut state, chunk)
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::base::bounded::narrow;
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{DType, Device, Error, Id, PoolPage, Result, bytes_of, widen};
-use crate::index::{BadFrees, IndexHandle, Ledgered, OnBadFree, RefCounts, on_bad_frees};
+use crate::index::{BadFree, BadFrees, IndexHandle, Ledgered, OnBadFree, RefCounts, on_bad_frees};
 use crate::memory::{Backend, Contents, Region, Stream};
 use crate::tensor::TensorView;
 
@@ -159,7 +159,9 @@ impl PagePool {
     /// invalid.
     pub fn free(&self, page: i64) -> Result<BadFrees> {
         let pages = &mut self.state().pages;
-        let reason = pages.reason(page);
+        let is_of_others =
+            || u32::try_from(page).is_ok_and(|page| pages.is_held_by_others(PoolPage::new(page)));
+        let reason = pages.reason(page).or_else(|| is_of_others().then_some(BadFree::OtherOwner));
         let bad = reason.map_or_else(BadFrees::default, |reason| pages.bad_free(page, reason));
         let bad = on_bad_frees(bad, OnBadFree::of(self.config.strict), "page", 1, pages.capacity())?;
         let handle = u32::try_from(page).ok().and_then(|index| pages.handle(PoolPage::new(index)));

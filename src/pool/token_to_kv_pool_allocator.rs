@@ -315,13 +315,29 @@ impl TokenToKvPoolAllocator {
         // Owners that a failed call does not use are dropped when no lock is held.
         let mut keep = Some(keep);
         let mut keep = || keep.take().and_then(|keep| keep());
-        let mut source = origin.map(|origin| Source { origin, writes: None });
+        let source = origin.map(|origin| Source { origin, writes: None });
+        let freed =
+            self.free_with(after, stream, |free, id| free.free(slots, source, id, &mut keep, stream))?;
+        match freed {
+            Freed::Done(bad) => Ok(bad),
+            freed => self.free_slowly(freed, slots, source, after, &mut keep, stream),
+        }
+    }
+
+    /// Goes on with a free for which something must be found out without locks.
+    #[cold]
+    fn free_slowly(
+        &self,
+        mut freed: Freed,
+        slots: &Indices<'_>,
+        mut source: Option<Source<'_>>,
+        after: Option<&Arc<dyn Fence>>,
+        keep: &mut dyn FnMut() -> Option<Keep>,
+        stream: Stream,
+    ) -> Result<BadFrees> {
         let mut read = None;
         loop {
-            let given = read.as_ref().unwrap_or(slots);
-            match self
-                .free_with(after, stream, |slots, id| slots.free(given, source, id, &mut keep, stream))?
-            {
+            match freed {
                 Freed::Done(bad) => return Ok(bad),
                 Freed::Unread => {
                     source = Source::of(slots);
@@ -329,6 +345,9 @@ impl TokenToKvPoolAllocator {
                 }
                 Freed::Unproven => source.iter_mut().for_each(Source::prove),
             }
+            let given = read.as_ref().unwrap_or(slots);
+            freed =
+                self.free_with(after, stream, |free, id| free.free(given, source, id, &mut *keep, stream))?;
         }
     }
 

@@ -313,6 +313,36 @@ def test_a_double_free_within_one_call_says_who_has_it(caplog: pytest.LogCapture
     assert "40: " not in message
 
 
+@pytest.mark.parametrize("case", ["slots", "row", "track slot", "chunk", "page"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_free_in_the_name_of_another_takes_nothing(case: str, strict: bool) -> None:
+    make, take, give_call = CASES[case]
+    pool = make(device=devices.current(), strict=strict, debug=True)
+    give = getattr(pool, give_call)
+    held, unnamed = take(pool, "request 1"), take(pool, None)
+    if strict:
+        with pytest.raises(IndexOwnershipError, match="held by another owner"):
+            give(held, owner="request 2")
+    else:
+        give(held, owner="request 2")
+        assert pool.stats()["dropped_frees"] == 1
+    assert pool.stats()["in_use"] == 2
+    give(unnamed, owner="request 2")  # nobody has said whose it is
+    give(held, owner="request 1")
+    assert pool.stats()["in_use"] == 0
+
+
+def test_a_free_in_the_name_of_another_at_the_end_of_a_group_takes_nothing() -> None:
+    pool = slots()
+    first, second = some(pool.alloc(2, owner="a")), some(pool.alloc(2, owner="b"))
+    with pool.free_group():
+        pool.free(first, owner="a")
+        pool.free(second * 1, owner="a")
+    pool.verify()
+    assert by_owner(pool) == {"b": 2}
+    assert pool.stats()["dropped_frees"] == 2
+
+
 def test_strict_errors_tell_it_too() -> None:
     pool = slots(strict=True)
     taken = some(pool.alloc(1, owner="a"))

@@ -345,6 +345,7 @@ def test_calls_without_memory_are_errors_and_no_aborts(run_snippet: RunSnippet) 
 """,
         hidden=["torch"],
         env={"RUST_BACKTRACE": "0"},
+    )
 
 
 class Numbers:

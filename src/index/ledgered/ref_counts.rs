@@ -23,6 +23,12 @@ impl<I: Id> Ledgered<RefCounts<I>> {
         })
     }
 
+    /// Returns whether the call in progress names an owner, and `index` is known to be held by others alone.
+    #[must_use]
+    pub fn is_held_by_others(&self, index: I) -> bool {
+        self.ledger.is_held_by_others(index.number())
+    }
+
     /// Returns a report of `index`, which could not be freed, with its history.
     pub fn bad_free(&self, index: i64, reason: BadFree) -> BadFrees {
         let mut bad = BadFrees::of(index, reason);

@@ -71,7 +71,8 @@ impl<I: Id> Ledgered<RowTable<I>> {
     pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<(Vec<RowExtent<I>>, BadFrees)> {
         let ledger = &self.ledger;
         let explain = |bad: &mut BadFrees| ledger.explain(bad, |row| row);
-        let (freed, bad) = self.inner.free_explained(values, on_bad, explain)?;
+        let is_of_others = |row: I| ledger.is_held_by_others(row.number());
+        let (freed, bad) = self.inner.free_explained(values, on_bad, is_of_others, explain)?;
         for row in freed.iter().map(|freed| freed.row.number()) {
             self.ledger.record_release(row..row + 1);
         }

@@ -214,14 +214,14 @@ impl Ledgered<SlotAllocator> {
     /// Same as [`SlotAllocator::free`].
     #[inline]
     pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_held(values, None, None, on_bad).map(|(bad, _)| bad)
+        self.free_held(values, None, None, on_bad)
     }
 
     /// Works like [`SlotAllocator::free`] or, with a fence, [`SlotAllocator::free_after`], for values that the
     /// caller holds, if it is known. Slots that it no longer has, and those that are known to be held by
     /// others than the owner that the call names, are dropped and reported like those that are not live.
     ///
-    /// Also returns whether the caller has to record the end of the hold: see [`Held::whole`].
+    /// [`SlotAllocator::has_left_times`] tells afterwards whether the caller has to record the end of the hold.
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free`].
@@ -232,13 +232,13 @@ impl Ledgered<SlotAllocator> {
         held: Option<Held>,
         fence: Option<FenceId>,
         on_bad: OnBadFree,
-    ) -> Result<(BadFrees, bool)> {
+    ) -> Result<BadFrees> {
         let owner = self.ledger.named_owner();
         let may_be_stale = held.is_some_and(|held| self.inner.may_be_stale(values, held));
         if may_be_stale || owner.is_some() {
             let refuse = |_, slot, is_stale| self.refusal(slot, is_stale, owner.as_ref());
             if let Some((kept, bad)) = self.inner.without_refused(values, held, refuse)? {
-                return self.free_rest(&kept, bad, values.len(), fence, on_bad).map(|bad| (bad, false));
+                return self.free_rest(&kept, bad, values.len(), fence, on_bad);
             }
         }
         self.free_checked(values, held, fence, on_bad)
@@ -281,7 +281,7 @@ impl Ledgered<SlotAllocator> {
             return Some(BadFree::Stale);
         }
         let page = u32::try_from(slot).ok()? / self.inner.slots_of_a_page();
-        let is_of_others = owner.is_some_and(|owner| self.ledger.is_held_by_others(page, owner));
+        let is_of_others = owner.is_some_and(|owner| self.ledger.is_held_by_others_than(page, owner));
         (is_of_others && !self.inner.is_only_cached(Page::new(page))).then_some(BadFree::OtherOwner)
     }
 
@@ -296,7 +296,7 @@ impl Ledgered<SlotAllocator> {
         on_bad: OnBadFree,
     ) -> Result<BadFrees> {
         let refused = self.report_refused(refused, given, on_bad)?;
-        let (mut bad, _) = self.free_checked(kept, None, fence, on_bad)?;
+        let mut bad = self.free_checked(kept, None, fence, on_bad)?;
         bad.append(refused);
         Ok(bad)
     }
@@ -309,13 +309,13 @@ impl Ledgered<SlotAllocator> {
         held: Option<Held>,
         fence: Option<FenceId>,
         on_bad: OnBadFree,
-    ) -> Result<(BadFrees, bool)> {
+    ) -> Result<BadFrees> {
         if fence.is_some() || !self.inner.in_group() {
             return self.free_explained(values, held, fence, on_bad);
         }
         let bad = self.inner.free(values, on_bad)?;
         self.ledger.attribute_group(self.inner.grouped());
-        Ok((bad, false))
+        Ok(bad)
     }
 
     /// Calls [`SlotAllocator::free_now`] and records it.
@@ -323,7 +323,7 @@ impl Ledgered<SlotAllocator> {
     /// # Errors
     /// Same as [`SlotAllocator::free_now`].
     pub fn free_now(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(values, None, None, on_bad).map(|(bad, _)| bad)
+        self.free_explained(values, None, None, on_bad)
     }
 
     /// Calls [`SlotAllocator::free_after`] and records it.
@@ -331,7 +331,7 @@ impl Ledgered<SlotAllocator> {
     /// # Errors
     /// Same as [`SlotAllocator::free_after`].
     pub fn free_after(&mut self, fence: FenceId, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(values, None, Some(fence), on_bad).map(|(bad, _)| bad)
+        self.free_explained(values, None, Some(fence), on_bad)
     }
 
     /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`], for values that were freed by
@@ -356,7 +356,7 @@ impl Ledgered<SlotAllocator> {
             ledger.attribute_frees(values, by, |slot| u32::try_from(slot / page_size).ok());
         }
         let answer = match refused {
-            None => self.free_explained(values, None, fence, on_bad).map(|(bad, _)| bad),
+            None => self.free_explained(values, None, fence, on_bad),
             Some((kept, bad)) => self.free_rest(&kept, bad, values.len(), fence, on_bad),
         };
         if let Some(ledger) = self.ledger.get_mut() {
@@ -372,12 +372,12 @@ impl Ledgered<SlotAllocator> {
         held: Option<Held>,
         fence: Option<FenceId>,
         on_bad: OnBadFree,
-    ) -> Result<(BadFrees, bool)> {
+    ) -> Result<BadFrees> {
         let (ledger, page_size) = (&self.ledger, self.inner.slots_of_a_page());
         let explain = |bad: &mut BadFrees| ledger.explain(bad, |slot| slot / page_size);
-        let freed = self.inner.free_explained(values, held, fence, on_bad, explain)?;
+        let bad = self.inner.free_explained(values, held, fence, on_bad, explain)?;
         self.record_removed(fence.is_none());
-        Ok(freed)
+        Ok(bad)
     }
 
     /// Works like [`Self::record_freed`], and records the owners that the last free removed from shared

@@ -25,11 +25,12 @@ impl SlotAllocator {
     /// Nothing is changed then.
     pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
         if let Some(group) = &mut self.group {
+            self.has_left_times = false;
             try_reserve(&mut group.values, values.len())?;
             group.values.extend(values.iter());
             return Ok(BadFrees::default());
         }
-        self.free_explained(values, None, None, on_bad, |_| ()).map(|(bad, _)| bad)
+        self.free_explained(values, None, None, on_bad, |_| ())
     }
 
     /// Frees slots at once, even within a group.
@@ -37,7 +38,7 @@ impl SlotAllocator {
     /// # Errors
     /// Same as [`SlotAllocator::free`].
     pub fn free_now(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(values, None, None, on_bad, |_| ()).map(|(bad, _)| bad)
+        self.free_explained(values, None, None, on_bad, |_| ())
     }
 
     /// Creates a fence, different from every other one.
@@ -62,7 +63,7 @@ impl SlotAllocator {
     /// # Errors
     /// Same as [`SlotAllocator::free`].
     pub fn free_after(&mut self, fence: FenceId, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(values, None, Some(fence), on_bad, |_| ()).map(|(bad, _)| bad)
+        self.free_explained(values, None, Some(fence), on_bad, |_| ())
     }
 
     /// Frees the slots of a fence that has passed. Has no effect for a fence that had passed before.
@@ -158,14 +159,20 @@ impl SlotAllocator {
         Ok((bad.dropped() > 0).then_some((IndexVec::I64(kept), bad)))
     }
 
+    /// Returns whether the last free left the times of its pages to the caller: see [`Held::whole`].
+    #[must_use]
+    pub const fn has_left_times(&self) -> bool {
+        self.has_left_times
+    }
+
     /// Counts values that were refused.
     pub(in crate::index) const fn count_dropped(&mut self, count: usize) {
         self.dropped_frees += count;
     }
 
     /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`], for values that the caller
-    /// holds; `explain` adds to the report. Also returns whether the times of the frees are left to the
-    /// caller: see [`Held::whole`].
+    /// holds; `explain` adds to the report. [`SlotAllocator::has_left_times`] tells afterwards whether the
+    /// times of the frees are left to the caller.
     pub(in crate::index) fn free_explained(
         &mut self,
         values: &IndexVec,
@@ -173,7 +180,7 @@ impl SlotAllocator {
         fence: Option<FenceId>,
         on_bad: OnBadFree,
         explain: impl FnOnce(&mut BadFrees),
-    ) -> Result<(BadFrees, bool)> {
+    ) -> Result<BadFrees> {
         let whole = held.and_then(|held| held.whole);
         if fence.is_none()
             && let Some(page) = self.only_page(values)
@@ -189,11 +196,13 @@ impl SlotAllocator {
                     self.free_times.record([mask]);
                 }
                 batch.commit();
-                return Ok((BadFrees::default(), is_left));
+                self.has_left_times = is_left;
+                return Ok(BadFrees::default());
             }
             drop(batch);
             self.free_without_lists(values);
-            return Ok((BadFrees::default(), false));
+            self.has_left_times = false;
+            return Ok(BadFrees::default());
         }
         let (page_size, capacity) = (self.page_size, self.capacity());
         let timing = if fence.is_some() { FreeTiming::AfterFence } else { FreeTiming::Now };
@@ -233,7 +242,8 @@ impl SlotAllocator {
             (Err(failure), Some(_)) => return Err(failure),
         }
         self.dropped_frees += dropped;
-        Ok((bad, is_left))
+        self.has_left_times = is_left;
+        Ok(bad)
     }
 
     /// Frees those of the slots that can be freed, without lists for which there is no memory. A ledger does

@@ -91,8 +91,8 @@ impl SlotTensors {
             stage.gpu().check_process()?;
         }
         let hold = held.map(|held| held.held);
-        let (bad, is_over) = self.slots.free_held(given, hold, fence, self.on_bad_free)?;
-        if let Some(held) = held.filter(|_| is_over) {
+        let bad = self.slots.free_held(given, hold, fence, self.on_bad_free)?;
+        if let Some(held) = held.filter(|held| held.held.whole.is_some() && self.slots.has_left_times()) {
             self.grants.end(held);
         }
         Ok(bad)
