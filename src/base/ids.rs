@@ -259,6 +259,20 @@ impl IndexVec {
         }
     }
 
+    /// Returns whether the last value is as far from the first as in a run of values that ascend by one.
+    #[must_use]
+    pub fn ends_like_a_run(&self) -> bool {
+        let ends = match self {
+            Self::I32(values) => {
+                values.first().zip(values.last()).map(|(&first, &last)| (first.into(), last.into()))
+            }
+            Self::I64(values) => values.first().zip(values.last()).map(|(&first, &last)| (first, last)),
+        };
+        ends.is_none_or(|(first, last): (i64, i64)| {
+            usize::try_from(last.wrapping_sub(first)).is_ok_and(|distance| distance + 1 == self.len())
+        })
+    }
+
     /// Returns the dtype of a tensor of the values.
     #[must_use]
     pub const fn dtype(&self) -> DType {

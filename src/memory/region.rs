@@ -8,7 +8,7 @@ use std::fmt::{self, Debug, Formatter};
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::sync::lock;
 use crate::base::{
@@ -35,7 +35,7 @@ pub struct Region {
     device: Device,
     origin: Origin,
     /// Ends with the region, if somebody has to know.
-    life: OnceLock<Life>,
+    life: Option<Life>,
 }
 
 /// Bytes of a region, within its bounds.
@@ -161,12 +161,7 @@ impl Region {
             let start = block.address().as_ptr().addr();
             register(&(start..start + bytes), &users);
         }
-        Ok(Self {
-            block,
-            device: backend.device(),
-            origin: Origin::Backend(backend, users),
-            life: OnceLock::new(),
-        })
+        Ok(Self { block, device: backend.device(), origin: Origin::Backend(backend, users), life: None })
     }
 
     /// Creates a region that takes over `indices`, without a copy.
@@ -176,12 +171,7 @@ impl Region {
             IndexVec::I32(values) => block_of(values),
             IndexVec::I64(values) => block_of(values),
         };
-        Self {
-            block,
-            device: Device::Cpu,
-            origin: Origin::Indices { elements: indices },
-            life: OnceLock::new(),
-        }
+        Self { block, device: Device::Cpu, origin: Origin::Indices { elements: indices }, life: None }
     }
 
     /// Returns whether the region was made [of indices](Region::from_indices).
@@ -216,12 +206,7 @@ impl Region {
         let mut lines = try_with_capacity(count)?;
         lines.resize(count, MaybeUninit::uninit());
         let block = Block::new(block_of(&mut lines).address(), bytes);
-        Ok(Self {
-            block,
-            device: Device::Cpu,
-            origin: Origin::Scratch { _lines: lines },
-            life: OnceLock::new(),
-        })
+        Ok(Self { block, device: Device::Cpu, origin: Origin::Scratch { _lines: lines }, life: None })
     }
 
     /// Creates a copy of `values` in host memory from the heap, at the start of a cache line.
@@ -254,22 +239,17 @@ impl Region {
     pub fn part(whole: &Arc<Self>, range: Range<usize>, returned: &Arc<ReturnedParts>) -> Result<Self> {
         let block = Block::new(whole.at(range.start, range.len())?, range.len());
         let (whole, returned) = (Arc::clone(whole), Arc::clone(returned));
-        Ok(Self {
-            block,
-            device: whole.device,
-            origin: Origin::Part { whole, range, returned },
-            life: OnceLock::new(),
-        })
+        Ok(Self { block, device: whole.device, origin: Origin::Part { whole, range, returned }, life: None })
     }
 
-    /// Keeps `life` until the region is dropped. Returns it if the region has one.
-    pub(crate) fn keep_life(&self, life: Life) -> std::result::Result<(), Life> {
-        self.life.set(life)
+    /// Keeps `life` until the region is dropped.
+    pub(crate) fn keep_life(&mut self, life: Life) {
+        self.life = Some(life);
     }
 
     /// Returns whether the region keeps a life.
-    pub(crate) fn has_life(&self) -> bool {
-        self.life.get().is_some()
+    pub(crate) const fn has_life(&self) -> bool {
+        self.life.is_some()
     }
 
     /// Returns the device of the memory.

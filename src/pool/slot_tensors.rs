@@ -263,14 +263,14 @@ impl SlotTensors {
         if view.is_err() {
             self.slots.undo_pages(&self.runs);
         }
-        let view = view?;
+        let mut view = view?;
         let run = if let [run] = self.runs[..] { Some(self.slots.first_slot(run.start)) } else { None };
-        self.list(&view, run, true);
+        self.list(&mut view, run, true);
         Ok(Ok(GrantedSlots::Tensor(view)))
     }
 
     /// Records the tensor in which slots are handed out: `run` is the first one, if they ascend by one.
-    fn list(&mut self, view: &TensorView, run: Option<Slot>, is_exclusive: bool) {
+    fn list(&mut self, view: &mut TensorView, run: Option<Slot>, is_exclusive: bool) {
         let count = view.shape().numel();
         if count == 0 || view.region().has_life() {
             return;
@@ -278,14 +278,14 @@ impl SlotTensors {
         let (address, size) = (view.address().addr(), view.dtype().size());
         let listing = Listing { address, count, size, run, is_exclusive };
         let life = self.grants.add(listing, self.slots.now());
-        view.region().keep_life(life).expect("the region has no life");
+        view.keep_life(life);
     }
 
     /// Works like [`Self::list`], for a copy of the tensor in which slots were handed out.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host has no memory for the record.
-    pub(super) fn list_again(&mut self, view: &TensorView, is_exclusive: bool) -> Result<()> {
+    pub(super) fn list_again(&mut self, view: &mut TensorView, is_exclusive: bool) -> Result<()> {
         self.grants.reserve()?;
         self.list(view, None, is_exclusive);
         Ok(())
@@ -368,17 +368,18 @@ impl SlotTensors {
     fn alloc_on_host<T: IndexNumber>(&mut self, count: usize) -> Result<TakeResult<GrantedSlots>> {
         let Some(slots) = self.slots.alloc::<T>(count)? else { return Ok(Err(self.short(count))) };
         let run = self.run_of(&slots);
-        let view = TensorView::from_indices(T::values(slots));
-        self.list(&view, run, true);
+        let mut view = TensorView::from_indices(T::values(slots));
+        self.list(&mut view, run, true);
         Ok(Ok(GrantedSlots::Tensor(view)))
     }
 
     /// Returns the first of slots that were taken just now, if they ascend by one.
     fn run_of<T: IndexNumber>(&self, slots: &[T]) -> Option<Slot> {
         let (first, last) = (slots.first()?.number(), slots.last()?.number());
-        // In sorted order slots ascend, so the ends tell; the other order is not worth a look at each.
-        let is_run = self.need_sort() && widen(last.wrapping_sub(first)) == slots.len() - 1;
-        is_run.then(|| Slot::new(first))
+        // In sorted order slots ascend, so the ends tell.
+        let ascend =
+            || self.need_sort() || slots.iter().zip(first..).all(|(slot, number)| slot.number() == number);
+        (widen(last.wrapping_sub(first)) == slots.len() - 1 && ascend()).then(|| Slot::new(first))
     }
 
     /// Works like [`Self::alloc`] of one slot in host memory.
@@ -418,8 +419,8 @@ impl SlotTensors {
         match taken {
             Some(slots) => {
                 let run = slots.iter().next().and_then(|slot| u32::try_from(slot).ok()).map(Slot::new);
-                let view = self.hand_out(slots, &[], stream)?;
-                self.list(&view, run, true);
+                let mut view = self.hand_out(slots, &[], stream)?;
+                self.list(&mut view, run, true);
                 Ok(Ok(view))
             }
             None => Ok(Err(self.short(count))),
@@ -462,7 +463,7 @@ impl SlotTensors {
             return Ok(Err(self.short(lens.new_slots(self.slots.page_size()))));
         };
         let (slots, continued) = (T::values(taken.slots), taken.continued);
-        let view = match (last_loc, &mut self.stage) {
+        let mut view = match (last_loc, &mut self.stage) {
             (LastLocs::OnDevice(last_loc), Some(stage))
                 if slots.iter().any(|slot| slot == i64::from(PADDING)) =>
             {
@@ -479,7 +480,7 @@ impl SlotTensors {
             }
             _ => self.hand_out(slots, &continued, stream)?,
         };
-        self.list(&view, None, continued.is_empty());
+        self.list(&mut view, None, continued.is_empty());
         Ok(Ok((view, continued)))
     }
 

@@ -315,7 +315,7 @@ impl TokenToKvPoolAllocator {
         // Owners that a failed call does not use are dropped when no lock is held.
         let mut keep = Some(keep);
         let mut keep = || keep.take().and_then(|keep| keep());
-        let source = origin.map(|origin| Source { origin, writes: None });
+        let source = origin.map(|origin| Source::new(origin, slots));
         let freed =
             self.free_with(after, stream, |free, id| free.free(slots, source, id, &mut keep, stream))?;
         match freed {

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use crate::base::bounded::{signed, unsigned};
-use crate::base::{DType, Device, Dims, Error, IndexVec, Result, contiguous_strides};
+use crate::base::{DType, Device, Dims, Error, IndexVec, Life, Result, contiguous_strides};
 use crate::memory::{BorrowedTensor, Region};
 
 /// A tensor over part of a [`Region`], which it keeps alive.
@@ -157,6 +157,15 @@ impl TensorView {
             return Ok(self.clone());
         }
         Ok(Self { region: Arc::new(self.region.try_clone()?), ..self.clone() })
+    }
+
+    /// Makes `life` end with the region. Call this before the tensor is handed out.
+    ///
+    /// # Panics
+    /// If another view has the region.
+    pub(crate) fn keep_life(&mut self, life: Life) {
+        let region = Arc::get_mut(&mut self.region);
+        region.expect("the region was made for this view").keep_life(life);
     }
 
     /// Returns the number of bytes from element 0 to the end of the farthest one.

@@ -57,7 +57,12 @@ impl<'a, I: Id> FreeBatch<'a, I> {
     pub(crate) fn add(&mut self, mask: Mask) -> u64 {
         let moved = self.list.records.give_back(mask, self.to);
         if moved.bits != 0 {
-            self.mark(&[moved]);
+            let marked = &mut self.list.marked;
+            if marked.len() < marked.capacity() {
+                marked.push(moved);
+            } else {
+                self.mark(&[moved]);
+            }
         }
         mask.bits & !moved.bits
     }

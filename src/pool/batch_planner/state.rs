@@ -135,7 +135,7 @@ impl PlannerState {
         for (request, own) in self.requests.take_abandoned().into_iter().zip(lists) {
             let _acting = call_of_request(request.row, slots, table).map(CallRecord::begin);
             let given = own.len();
-            let bad = slots.free_now(IndexVec::I32(own), None)?;
+            let bad = slots.free_now(&IndexVec::I32(own), None)?;
             reports.push((request, given - bad.dropped()));
             self.metadata.record_change();
         }

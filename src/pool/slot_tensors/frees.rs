@@ -11,7 +11,7 @@ use crate::pool::fences::{Fence, Fences};
 use crate::pool::mirror::known_values;
 
 use super::SlotTensors;
-use super::grants::{HeldGrant, TensorOrigin, Unproven, Writes};
+use super::grants::{HeldGrant, TensorOrigin, Unproven, Writes, needs_proof};
 
 /// A free completed by a later call: the number of values, and the invalid ones.
 #[derive(Debug)]
@@ -48,7 +48,15 @@ pub(in crate::pool) struct Source<'a> {
     pub(in crate::pool) writes: Option<Writes>,
 }
 
-impl Source<'_> {
+impl<'a> Source<'a> {
+    /// Returns the source of values that a call has read. Holds no lock: it asks whether the tensor was
+    /// written to, if that will probably be needed.
+    #[inline]
+    pub(in crate::pool) fn new(origin: TensorOrigin<'a>, given: &Indices<'_>) -> Self {
+        let is_needed = matches!(given, Indices::Host(values) if needs_proof(values));
+        Self { origin, writes: is_needed.then(|| (origin.writes)()) }
+    }
+
     /// Finds out whether the tensor was written to. Holds no lock.
     pub(in crate::pool) fn prove(&mut self) {
         self.writes = Some((self.origin.writes)());
@@ -80,7 +88,8 @@ pub(in crate::pool) struct PagesOf<'a> {
 impl SlotTensors {
     /// Frees slots; drops and reports those that are not live. With a fence, they stay in use until
     /// [`Self::fence_passed`] names it.
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "it is on the path of every free")]
     pub(super) fn free_values(
         &mut self,
         given: &IndexVec,
@@ -99,7 +108,8 @@ impl SlotTensors {
     }
 
     /// Returns what the caller knows of values that it has read from a tensor of this allocator.
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "it is on the path of every free")]
     fn held(
         &self,
         values: &IndexVec,
@@ -232,14 +242,14 @@ impl SlotTensors {
 
     /// Frees slots of the planner, after pending frees where the order matters; drops those that are not
     /// live. Groups do not delay this free.
-    pub(in crate::pool) fn free_now(&mut self, slots: IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
+    pub(in crate::pool) fn free_now(&mut self, slots: &IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
         match fence {
-            Some(fence) => self.slots.free_after(fence, &slots, OnBadFree::Report),
+            Some(fence) => self.slots.free_after(fence, slots, OnBadFree::Report),
             None if self.deferred.is_empty() || self.need_sort() => {
-                self.slots.free_now(&slots, OnBadFree::Report)
+                self.slots.free_now(slots, OnBadFree::Report)
             }
             None => {
-                self.defer(vec![FreedValues::of_slots(slots)], None);
+                self.defer(vec![FreedValues::of_slots(slots.try_clone()?)], None);
                 Ok(BadFrees::default())
             }
         }

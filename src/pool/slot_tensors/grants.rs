@@ -207,6 +207,11 @@ impl Grants {
 /// record the free of each.
 const PROVEN_FROM: usize = 64;
 
+/// Returns whether a free of values, if they are a whole tensor, has to know whether that was written to.
+pub(super) fn needs_proof(values: &IndexVec) -> bool {
+    values.len() >= PROVEN_FROM && !values.ends_like_a_run()
+}
+
 /// A hold, and the tensor it is of.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct HeldGrant {

@@ -51,8 +51,8 @@ impl<'a> Grant<'a> {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no memory for it.
     pub fn aligned_view(&self) -> Result<TensorView> {
-        let view = self.granted.view().cache_aligned()?;
-        self.allocator.lock().list_again(&view, self.continued.is_empty())?;
+        let mut view = self.granted.view().cache_aligned()?;
+        self.allocator.lock().list_again(&mut view, self.continued.is_empty())?;
         Ok(view)
     }
 

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::base::{Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, try_with_capacity, widen};
+use crate::base::{
+    Error, ErrorKind, Id, IndexVec, RequestRow, Result, Slot, try_push, try_with_capacity, widen,
+};
 use crate::index::{BadFrees, CallRecord, FenceId};
 use crate::memory::Stream;
 use crate::pool::batch_planner::FinishedRequests;
@@ -21,12 +23,14 @@ pub(in crate::pool::batch_planner) struct Release<'a> {
     pub(in crate::pool::batch_planner) stream: Stream,
 }
 
-/// The cut of a request to its first `len` tokens.
-struct Cut {
-    row: RequestRow,
-    len: u32,
-    /// One slot of each page that the request gives up.
-    slots: IndexVec,
+/// The cuts of requests, each to its first tokens. The lists of what they give up need no memory any more.
+struct Cuts {
+    /// The row, the tokens that stay, and the number of pages to free.
+    requests: Vec<(RequestRow, u32, usize)>,
+    /// One slot of each page that the requests give up, one request after the other.
+    slots: Vec<i32>,
+    /// Room for the slots of one request.
+    room: Vec<i32>,
 }
 
 impl PlannerState {
@@ -97,24 +101,22 @@ impl PlannerState {
     }
 
     /// Lists the slots that requests give up, before any of them does.
-    fn prepare_cuts(&mut self, cuts: impl Iterator<Item = (RequestRow, u32)>) -> Result<Vec<Cut>> {
-        let mut prepared = try_with_capacity(cuts.size_hint().0)?;
+    fn prepare_cuts(&mut self, cuts: impl Iterator<Item = (RequestRow, u32)>) -> Result<Cuts> {
+        let (mut requests, mut slots, mut longest) = (try_with_capacity(cuts.size_hint().0)?, Vec::new(), 0);
         for (row, len) in cuts {
-            prepared.push(Cut { row, len, slots: self.requests.prepare_truncate(row, len)? });
+            let count = self.requests.prepare_truncate(row, len, &mut slots)?;
+            longest = longest.max(count);
+            try_push(&mut requests, (row, len, count))?;
         }
-        Ok(prepared)
+        Ok(Cuts { requests, slots, room: try_with_capacity(longest)? })
     }
 
-    fn give_back(
-        &mut self,
-        pools: Pools<'_>,
-        cuts: Vec<Cut>,
-        release: Release<'_>,
-    ) -> Result<(usize, BadFrees)> {
+    fn give_back(&mut self, pools: Pools<'_>, cuts: Cuts, release: Release<'_>) -> Result<(usize, BadFrees)> {
         let Pools { slots, table } = pools;
         let Release { fence, leases, stream } = release;
         let (mut given, mut bad) = (0, BadFrees::default());
-        for Cut { row, len, slots: pages } in cuts {
+        let Cuts { requests, slots: listed, mut room } = cuts;
+        for (row, len, count) in requests {
             if let Some(lease) = self.cut_lease(row, len, table) {
                 // The lease is shortened without locks. Its pages stay locked until the fence has passed.
                 let fenced = fence.map(|id| {
@@ -127,8 +129,12 @@ impl PlannerState {
             let _acting = call_of_request(row, slots, table).map(CallRecord::begin);
             self.requests.truncate(row, len);
             self.metadata.truncate(row, self.requests.pages(row).len());
-            given += pages.len();
-            bad.append(slots.free_now(pages, fence)?);
+            room.clear();
+            room.extend_from_slice(&listed[given..given + count]);
+            given += count;
+            let pages = IndexVec::I32(room);
+            bad.append(slots.free_now(&pages, fence)?);
+            room = pages.into_i32()?;
         }
         self.metadata.record_change();
         if slots.strict() && bad.dropped() > 0 {
