@@ -605,7 +605,8 @@ class TokenToKVPoolAllocator(Pool):
     never handed out.
 
     An invalid free (a slot that is out of range, the padding slot, not allocated, already free, or listed
-    twice in one call) is dropped, counted in `stats()` and reported once through the logger `kvpool`. With
+    twice in one call; a tensor of `alloc`, or a view of one, whose slots were freed since, also if they were
+    handed out again) is dropped, counted in `stats()` and reported once through the logger `kvpool`. With
     `strict` it raises instead, and nothing is changed. All calls are atomic and thread-safe.
 
     On a GPU the tensors are views of a stage, to which the next slots are copied ahead of time: `alloc` and
@@ -772,7 +773,8 @@ class TokenToKVPoolAllocator(Pool):
             indices: Slots, an int tensor or array of any shape, a sequence of ints, or an int.
             after: A fence: an object with `query() -> bool`, such as a `torch.cuda.Event`. The slots stay in
                 use until `query()` returns true; later calls of the allocator query it.
-            owner: As in `alloc`. Selects the owner of a shared slot that gives it up, else the first.
+            owner: As in `alloc`. Selects the owner of a shared slot that gives it up, else the first. A slot that
+                is held by others alone is not freed.
 
         Raises:
             IndexOwnershipError: If the pool is strict and a free is invalid. For values that only a GPU
@@ -909,7 +911,7 @@ class TokenToKVPoolAllocator(Pool):
     def clear(self) -> None:
         """Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before. Loads
         from a tier below a prefix cache are over in the order of the current stream; without a GPU the call waits for
-        them.
+        them. Leases of a prefix cache and requests of a `BatchPlanner` end: they have no tokens afterwards.
         """
     def merge_and_sort_free(self) -> None:
         """Merges the freed slots into those that are handed out next. Waits for values that are being copied from
@@ -1049,7 +1051,9 @@ class ReqToTokenPool(Pool):
         """
     def free(self, slot_or_slots: SupportsIndex | IndicesLike, *, owner: str | int | None = None) -> None:
         """Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false. If the driver
-        fails to zero them, a warning is logged, and they are zeroed before they are handed out again.
+        fails to zero them, a warning is logged, and they are zeroed before they are handed out again. Requests of
+        a `BatchPlanner` end with `BatchPlanner.finish`; if their rows are freed here, the planner frees their
+        slots at its next call, or when slots are short, and logs a warning.
 
         Args:
             slot_or_slots: Rows: an int, or ints in a tensor, an array or a sequence. Waits for values that
@@ -1222,6 +1226,8 @@ class BatchPlanner:
             IndexError: If a row or a length is outside of the table.
             IndexOwnershipError: If a row is not allocated, a cached slot is not in use, or the page that a
                 request continues was freed by another owner.
+            StaleBufferError: If the allocator was cleared or resized since a request, which is not extended from
+                0, took its slots.
             DriverError: If a driver call fails, or the stream is being captured.
         """
     def decode(
@@ -1255,6 +1261,7 @@ class BatchPlanner:
                 padding row.
             IndexError: As in `extend`.
             IndexOwnershipError: As in `extend`.
+            StaleBufferError: If the allocator was cleared or resized since a request took its slots.
             DriverError: As in `extend`.
         """
     def truncate(
@@ -1280,6 +1287,7 @@ class BatchPlanner:
                 another owner (possibly one behind a fence), which later tokens would overwrite; nothing is
                 changed. Also if the allocator is strict and a slot of the planner was freed by another owner;
                 all others are freed.
+            StaleBufferError: As in `decode`.
         """
     def finish(
         self,
@@ -1289,7 +1297,8 @@ class BatchPlanner:
         after: Fence | None = None,
     ) -> None:
         """Frees the slots and the rows of requests, and ends their leases. The rows are zeroed, as by
-        `ReqToTokenPool.free`.
+        `ReqToTokenPool.free`. Requests from before a `clear` or `resize` of the allocator have no slots: only
+        their rows are freed.
 
         Args:
             req_pool_indices: Request rows, ints `[bs]`.
@@ -1324,6 +1333,7 @@ class BatchPlanner:
             ConfigError: If `src` has fewer tokens, `dst` is not empty, or they are the same row.
             IndexError: If a row is outside of the table.
             IndexOwnershipError: If a row is not allocated, or a page of `src` was freed by another owner.
+            StaleBufferError: If the allocator was cleared or resized since `src` took its slots.
             DriverError: If a driver call fails, or the stream is being captured.
         """
     def seq_len(self, req_pool_idx: SupportsIndex) -> int:

@@ -178,13 +178,13 @@ impl PrefixCache {
         let below = below.transpose()?;
         check_memory(0)?;
         let tree = new_tree(&config, &allocator, resume_at(states.as_ref()), below.as_ref());
-        let clears = allocator.lock().epoch();
+        let epoch = allocator.lock().epoch();
         let cache = CacheState {
             tree,
             counts: PrefixCounts::default(),
             pins: Pins::default(),
             ages: [0; AGE_BUCKETS],
-            clears,
+            epoch,
             below,
             loading_pages: 0,
         };
@@ -239,9 +239,9 @@ impl PrefixCache {
             Some(below) => below.loadable(&cache.tree, &hold, namespace, tokens, limit),
             None => Ok(Loadable::default()),
         };
-        let clears = cache.clears;
+        let epoch = cache.epoch;
         drop(cache);
-        let lease = Lease::new(&self.shared, &self.allocator, hold, clears, namespace.clone(), stream);
+        let lease = Lease::new(&self.shared, &self.allocator, hold, epoch, namespace.clone(), stream);
         lease.set_loadable(loadable?);
         Ok(Arc::new(lease))
     }

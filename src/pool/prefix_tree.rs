@@ -104,7 +104,7 @@ struct TreeState {
     /// The root node, which is the end of the empty prefix.
     root: NodeHandle,
     /// The number of times that the allocator had been cleared.
-    clears: Epoch,
+    epoch: Epoch,
     /// Nodes that were removed when the allocator was cleared, for the next report.
     unreported: Vec<NodeHandle>,
 }
@@ -124,11 +124,11 @@ impl PrefixTree {
             )));
         }
         check_memory(0)?;
-        let clears = allocator.as_ref().map_or_else(Epoch::default, |allocator| allocator.lock().epoch());
+        let epoch = allocator.as_ref().map_or_else(Epoch::default, |allocator| allocator.lock().epoch());
         let mut tree = new_tree(&config, allocator.as_deref());
         let root = tree.keep_root();
         let owner = Owner::Text(config.name.clone());
-        let state = TreeState { tree, root, clears, unreported: Vec::new() };
+        let state = TreeState { tree, root, epoch, unreported: Vec::new() };
         let state = Arc::new(RankedMutex::new(LockRank::Cache, state));
         if let Some(allocator) = &allocator {
             let reclaim: Arc<dyn Reclaim> = Arc::clone(&state) as _;
@@ -212,7 +212,7 @@ impl PrefixTree {
         let returned = state.tree.returned_pages(&plan)?;
         state.tree.check_memory_for(&plan, fresh.len())?;
         let new = &pages[state.tree.first_new_page(&plan)..];
-        call.as_ref().map_or(Ok(()), |slots| self.take(slots, state.clears, new, &returned))?;
+        call.as_ref().map_or(Ok(()), |slots| self.take(slots, state.epoch, new, &returned))?;
         let mut removed_nodes = std::mem::take(&mut state.unreported);
         let node = state.tree.insert(namespace, plan, &fresh, &pages[cached..], &mut removed_nodes);
         Ok(Inserted { node, cached, len, removed_nodes })
@@ -260,7 +260,7 @@ impl PrefixTree {
                 break;
             }
             // The next call reports the nodes that a clear of the allocator has removed.
-            let Some(freed) = self.give_back(call.as_ref(), state.clears, &evicted.pages) else { break };
+            let Some(freed) = self.give_back(call.as_ref(), state.epoch, &evicted.pages) else { break };
             all.freed += freed;
             all.slots.extend(evicted.pages.iter().map(|page| page.number().cast_signed()));
         }
@@ -275,7 +275,7 @@ impl PrefixTree {
         let mut removed_nodes = std::mem::take(&mut state.unreported);
         removed_nodes.extend(state.tree.handles());
         let pages = self.replace_tree(&mut state).pages;
-        match self.give_back(call.as_ref(), state.clears, &pages) {
+        match self.give_back(call.as_ref(), state.epoch, &pages) {
             None => EvictedNodes { freed: 0, slots: Vec::new(), removed_nodes },
             Some(freed) => {
                 let slots = pages.iter().map(|page| page.number().cast_signed()).collect();
@@ -331,7 +331,7 @@ impl PrefixTree {
         let cached = state.tree.stats().cached;
         let owned = self.allocator.as_ref().map_or(cached, |allocator| {
             let slots = allocator.lock();
-            if slots.epoch() == state.clears { slots.stats().cached } else { cached }
+            if slots.epoch() == state.epoch { slots.stats().cached } else { cached }
         });
         let fault = state.tree.broken_invariant().or_else(|| {
             (cached > owned).then(|| format!("{cached} slots are cached, the tree owns {owned}"))
@@ -367,8 +367,8 @@ impl PrefixTree {
 
     /// Makes the tree the owner of `new` slots in place of the caller, and the caller that of `returned`
     /// ones.
-    fn take(&self, slots: &AllocatorCall<'_>, clears: Epoch, new: &[Page], returned: &[Page]) -> Result<()> {
-        let taken = slots.change(clears, |slots| {
+    fn take(&self, slots: &AllocatorCall<'_>, epoch: Epoch, new: &[Page], returned: &[Page]) -> Result<()> {
+        let taken = slots.change(epoch, |slots| {
             let returned_runs = try_collect(returned.iter().map(|&start| Run { start, len: 1 }))?;
             slots.slots_mut().retain(&returned_runs)?;
             if let Err(error) = slots.slots_mut().cache(new, &[], &self.owner) {
@@ -386,10 +386,10 @@ impl PrefixTree {
     }
 
     /// Returns slots of the tree to the allocator. Returns the number of slots that became free; `None` if
-    /// the allocator has been cleared more than `clears` times and so has them already.
-    fn give_back(&self, slots: Option<&AllocatorCall<'_>>, clears: Epoch, pages: &[Page]) -> Option<usize> {
+    /// `epoch` is over, and the allocator has them already.
+    fn give_back(&self, slots: Option<&AllocatorCall<'_>>, epoch: Epoch, pages: &[Page]) -> Option<usize> {
         let Some(slots) = slots else { return Some(pages.len()) };
-        let freed = slots.change(clears, |slots| {
+        let freed = slots.change(epoch, |slots| {
             let before = slots.slots().available();
             slots.slots_mut().release_cached(pages, None, &self.owner);
             Ok(slots.slots().available() - before)
@@ -400,10 +400,9 @@ impl PrefixTree {
     /// Locks the tree, which is emptied if the allocator was cleared.
     fn current(&self, _stream: Stream) -> RankedGuard<'_, TreeState> {
         let mut state = self.state.lock();
-        let clears =
-            self.allocator.as_ref().map_or_else(Epoch::default, |allocator| allocator.lock().epoch());
-        if state.clears != clears {
-            state.clears = clears;
+        let epoch = self.allocator.as_ref().map_or_else(Epoch::default, |allocator| allocator.lock().epoch());
+        if state.epoch != epoch {
+            state.epoch = epoch;
             let removed_nodes = state.tree.handles();
             state.unreported.extend(removed_nodes);
             // The slots are free already.
@@ -427,7 +426,7 @@ impl Drop for PrefixTree {
         let call = self.begin_call(stream);
         let mut state = self.current(stream);
         let pages = state.tree.take_all().pages;
-        self.give_back(call.as_ref(), state.clears, &pages);
+        self.give_back(call.as_ref(), state.epoch, &pages);
     }
 }
 

@@ -198,6 +198,7 @@ def test_scattered_slots_are_known_too() -> None:
     assert_all_live(allocator, others)
 
 
+@devices.cpu_only
 def test_tensors_of_inference_mode_are_known_too() -> None:
     allocator = make(1024)
     with torch.inference_mode():

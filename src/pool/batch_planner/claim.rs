@@ -78,7 +78,7 @@ impl Claim {
     /// # Errors
     /// [`ErrorKind::StaleBuffer`](crate::base::ErrorKind::StaleBuffer) when it was cleared meanwhile.
     pub(super) fn check(&self, slots: &SlotTensors) -> Result<()> {
-        self.lease.check_clears(slots)
+        self.lease.check_epoch(slots)
     }
 
     /// Returns the pages of the lease.

@@ -24,7 +24,7 @@ pub struct Lease {
     pub(super) shared: Arc<CacheCore>,
     namespace: Namespace,
     /// The number of times that the allocator had been cleared.
-    pub(super) clears: Epoch,
+    pub(super) epoch: Epoch,
     /// The stream on which it was made, for what a drop frees.
     stream: Stream,
     /// `None` once it is released.
@@ -37,14 +37,14 @@ impl Lease {
         shared: &Arc<CacheCore>,
         allocator: &Arc<TokenToKvPoolAllocator>,
         hold: Hold,
-        clears: Epoch,
+        epoch: Epoch,
         namespace: Namespace,
         stream: Stream,
     ) -> Self {
         let (loadable, load) = (Loadable::default(), None);
         let state = Some(LeaseState { hold, holder: Holder::User, loadable, load });
         let (shared, allocator) = (Arc::clone(shared), Arc::clone(allocator));
-        Self { shared, namespace, clears, stream, state: RankedMutex::new(LockRank::Lease, state), allocator }
+        Self { shared, namespace, epoch, stream, state: RankedMutex::new(LockRank::Lease, state), allocator }
     }
 
     pub(super) const fn stream(&self) -> Stream {
@@ -122,7 +122,7 @@ impl Lease {
         let mut guard = self.state.lock();
         let Some(lease) = guard.as_mut() else { return Err(stale_lease_error("it was released")) };
         let mut cache = call.current();
-        if cache.clears != self.clears {
+        if cache.epoch != self.epoch {
             return Err(cleared_error());
         }
         ended = lease.settle(&call, &mut cache, stream)?;
@@ -136,7 +136,7 @@ impl Lease {
     /// Returns a lock made of a hold that the lease has given up, and of the load behind it.
     pub(super) fn lock_of(&self, hold: Hold, load: Option<LeaseLoad>, stream: Stream) -> PrefixLock {
         let shared = Arc::clone(&self.shared);
-        PrefixLock { shared, hold: Some(hold), load, clears: self.clears, stream }
+        PrefixLock { shared, hold: Some(hold), load, epoch: self.epoch, stream }
     }
 
     /// Calls `work` with the hold of this lease, if it is of the cache `shared`.
@@ -262,8 +262,8 @@ impl Lease {
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] when it was cleared.
-    pub(in crate::pool) fn check_clears(&self, slots: &SlotTensors) -> Result<()> {
-        if slots.epoch() == self.clears { Ok(()) } else { Err(cleared_error()) }
+    pub(in crate::pool) fn check_epoch(&self, slots: &SlotTensors) -> Result<()> {
+        if slots.epoch() == self.epoch { Ok(()) } else { Err(cleared_error()) }
     }
 
     /// Creates another lease of the first `len` tokens, in whole pages.
@@ -276,7 +276,7 @@ impl Lease {
             Ok((cache.tree.hold_first(&lease.hold, len), lease.share_of(len)))
         })?;
         let prefix =
-            Self::new(&self.shared, &self.allocator, hold, self.clears, self.namespace.clone(), stream);
+            Self::new(&self.shared, &self.allocator, hold, self.epoch, self.namespace.clone(), stream);
         if let Some(lease) = prefix.state.lock().as_mut() {
             lease.load = load;
         }
@@ -315,14 +315,14 @@ impl Lease {
         let call = self.shared.begin_call(&self.allocator, stream);
         if lease.load.is_some() {
             let mut cache = call.current();
-            if cache.clears == self.clears {
+            if cache.epoch == self.epoch {
                 ended = lease.settle(&call, &mut cache, stream).unwrap_or_default();
             }
         }
         let LeaseState { hold, load, .. } = lease;
-        call.release(hold, self.clears);
+        call.release(hold, self.epoch);
         if let Some(fallback) = load.and_then(LeaseLoad::into_fallback) {
-            call.release(fallback, self.clears);
+            call.release(fallback, self.epoch);
         }
         drop(ended);
     }

@@ -38,7 +38,7 @@ pub(super) struct Loadable {
 pub(super) struct SharedLoad {
     shared: Arc<CacheCore>,
     /// The number of times that the allocator had been cleared.
-    clears: Epoch,
+    epoch: Epoch,
     /// The stream on which its pages are freed if it is given up.
     stream: Stream,
     /// The keys of the pages, which begin where the holds of the leases end.
@@ -295,7 +295,7 @@ impl Lease {
             state.make_ready(stream)?;
         }
         let (count, owner) = (request.keys.len(), &self.shared.owner);
-        let Some(pages) = self.allocator.take_cached_pages(count, owner, self.clears, stream)? else {
+        let Some(pages) = self.allocator.take_cached_pages(count, owner, self.epoch, stream)? else {
             return Ok(None);
         };
         let begin = request.begin;
@@ -315,7 +315,7 @@ impl Lease {
         let call = self.shared.begin_call(&self.allocator, stream);
         let slot = state.as_ref().map(TakenSlot::slot);
         // Under one lock: the allocator is not cleared in between, and has the copies when it is.
-        let started = call.slots.change(self.clears, |slots| {
+        let started = call.slots.change(self.epoch, |slots| {
             let started = tier.load(&pieces, &pages, slot, stream);
             match &started {
                 Ok(transfer) => slots.add_writer(transfer),
@@ -327,10 +327,10 @@ impl Lease {
         drop(call);
         // Later copies to their places run behind this one.
         drop(pieces);
-        self.shared.change_loading(self.clears, |loading| loading + pages.len());
+        self.shared.change_loading(self.epoch, |loading| loading + pages.len());
         let load = Arc::new(SharedLoad {
             shared: Arc::clone(&self.shared),
-            clears: self.clears,
+            epoch: self.epoch,
             stream,
             keys,
             tokens,
@@ -589,13 +589,13 @@ impl Drop for SharedLoad {
             *self.copies.outcome.lock() = Outcome::GivenUp;
             (None, std::mem::take(&mut self.pages), self.state)
         };
-        self.shared.change_loading(self.clears, |loading| loading - pages.len());
+        self.shared.change_loading(self.epoch, |loading| loading - pages.len());
         let copy = &self.copies.transfer;
         let page_copies = vec![CopiedPages { copy: Arc::clone(copy), pages: pages.clone() }];
         let states = state.map(|state| (state, Some(Arc::clone(copy)))).into_iter().collect();
-        call.release_pieces(self.clears, ReleasedPieces { pages, page_copies, states });
+        call.release_pieces(self.epoch, ReleasedPieces { pages, page_copies, states });
         if let Some(hold) = hold {
-            call.release(hold, self.clears);
+            call.release(hold, self.epoch);
         }
     }
 }

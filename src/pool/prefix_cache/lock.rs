@@ -20,7 +20,7 @@ pub(in crate::pool) struct PrefixLock {
     /// The load behind the hold, in flight or complete.
     pub(super) load: Option<LeaseLoad>,
     /// The epoch of the allocator in which the pages were locked.
-    pub(super) clears: Epoch,
+    pub(super) epoch: Epoch,
     /// The stream on which its pages are freed.
     pub(super) stream: Stream,
 }
@@ -34,7 +34,7 @@ impl Drop for PrefixLock {
         let Some(allocator) = self.shared.allocator.upgrade() else { return };
         let fallback = self.load.as_mut().and_then(|load| load.fallback.take());
         for hold in self.hold.take().into_iter().chain(fallback) {
-            self.shared.begin_call(&allocator, self.stream).release(hold, self.clears);
+            self.shared.begin_call(&allocator, self.stream).release(hold, self.epoch);
         }
     }
 }

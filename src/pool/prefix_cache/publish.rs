@@ -186,7 +186,7 @@ impl Lease {
         let fresh = tokens.to_vec(found.len()..whole)?;
         tokens.check(whole..tokens.count())?;
         cache.tree.check_memory(&lease.hold, &found, fresh.len())?;
-        let published = call.slots.change(self.clears, |slots| {
+        let published = call.slots.change(self.epoch, |slots| {
             let mut request = planner.map(|planner| self.request_of(planner, lease)).transpose()?;
             let mut pages = pages_of_request(request.as_deref(), begin..begin + tokens.count(), pages)?;
             let rest = pages.split_off((whole / page_size).min(pages.len()));

@@ -39,7 +39,7 @@ pub(super) struct CacheState {
     pub(super) pins: Pins,
     pub(super) ages: [u64; AGE_BUCKETS],
     /// The number of times that the allocator had been cleared.
-    pub(super) clears: Epoch,
+    pub(super) epoch: Epoch,
     pub(super) below: Option<TierLink>,
     /// Pages that the tree does not have: they are being loaded from the tier below, or are duplicates of
     /// loaded pages.
@@ -55,8 +55,8 @@ pub(super) struct CacheCall<'a> {
 impl CacheState {
     /// Waits for the copies to the tier below, before the cache is dropped. The caller holds no lock.
     pub(super) fn finish_writes(&mut self, allocator: Option<&TokenToKvPoolAllocator>) {
-        if let Self { below: Some(below), tree, clears, .. } = self {
-            below.finish(tree, || allocator.is_none_or(|allocator| allocator.lock().epoch() == *clears));
+        if let Self { below: Some(below), tree, epoch, .. } = self {
+            below.finish(tree, || allocator.is_none_or(|allocator| allocator.lock().epoch() == *epoch));
         }
     }
 
@@ -93,11 +93,10 @@ impl CacheCore {
         CacheCall { shared: self, slots: allocator.begin_call(stream) }
     }
 
-    /// Changes the number of pages that are being loaded, unless the allocator has been cleared more than
-    /// `clears` times.
-    pub(super) fn change_loading(&self, clears: Epoch, change: impl FnOnce(usize) -> usize) {
+    /// Changes the number of pages that are being loaded, unless `epoch` of the allocator is over.
+    pub(super) fn change_loading(&self, epoch: Epoch, change: impl FnOnce(usize) -> usize) {
         let mut cache = self.state.lock();
-        if cache.clears == clears {
+        if cache.epoch == epoch {
             cache.loading_pages = change(cache.loading_pages);
         }
     }
@@ -135,12 +134,12 @@ impl CacheCall<'_> {
     pub(super) fn current(&self) -> RankedGuard<'_, CacheState> {
         let mut cache = self.shared.state.lock();
         let allocator = self.slots.allocator();
-        // Counted before the clears are read: copies that were over before a clear have the published
+        // Counted before the epoch is read: copies that were over before a clear have the published
         // contents.
         let completed = cache.below.as_ref().map_or(0, TierLink::completed_writes);
-        let clears = allocator.lock().epoch();
-        if cache.clears != clears {
-            (cache.clears, cache.loading_pages) = (clears, 0);
+        let epoch = allocator.lock().epoch();
+        if cache.epoch != epoch {
+            (cache.epoch, cache.loading_pages) = (epoch, 0);
             cache.pins = Pins::default();
             // Its pages are free already.
             let evicted = Evicted { pages: Vec::new(), ..cache.tree.take_all() };
@@ -162,10 +161,10 @@ impl CacheCall<'_> {
         cache
     }
 
-    /// Ends a hold that was made after `clears` clears of the allocator. After another clear it is void.
-    pub(super) fn release(&self, hold: Hold, clears: Epoch) {
+    /// Ends a hold of `epoch`. After a clear of the allocator it is void.
+    pub(super) fn release(&self, hold: Hold, epoch: Epoch) {
         let mut cache = self.current();
-        if cache.clears == clears {
+        if cache.epoch == epoch {
             let evicted = cache.tree.release(hold);
             self.give_back(&cache, evicted);
         }
@@ -218,18 +217,18 @@ impl CacheCall<'_> {
         let page_copies = below.map_or(Vec::new(), |below| below.readers_of(&pages));
         let states = states.into_iter().map(|state| (state, below.and_then(|below| below.write_of(state))));
         let released = ReleasedPieces { pages, page_copies, states: states.collect() };
-        self.release_pieces(cache.clears, released)
+        self.release_pieces(cache.epoch, released)
     }
 
     /// Returns pages and snapshots to their pools. Those that copies still use are free as well: the pools
     /// order their next owners behind the copies. So the slots that a call gets do not depend on when copies
     /// end. Returns the number of pages that became free.
-    pub(super) fn release_pieces(&self, clears: Epoch, released: ReleasedPieces) -> usize {
+    pub(super) fn release_pieces(&self, epoch: Epoch, released: ReleasedPieces) -> usize {
         let ReleasedPieces { pages, page_copies, states } = released;
         let mut freed = 0;
         if !pages.is_empty() {
             // A cleared allocator has its pages already.
-            let _ = self.slots.change(clears, |slots| {
+            let _ = self.slots.change(epoch, |slots| {
                 let before = slots.slots().available();
                 slots.add_copied(page_copies);
                 slots.slots_mut().release_cached(&pages, None, &self.shared.owner);
