@@ -256,7 +256,7 @@ def test_each_owner_of_shared_slots_frees_their_tensor_once(page_size: int) -> N
 def test_pages_that_another_tensor_continues_are_freed_once() -> None:
     allocator = make(32, 4)
     prompt = some(allocator.alloc_extend([0], [6], [-1]))
-    token = some(allocator.alloc_decode([7], [prompt[-1].item()]))
+    token = some(allocator.alloc_decode([7], [int(prompt[-1].item())]))
     allocator.free(token)
     others = take(allocator, allocator.available_size())
     allocator.free(prompt)  # its first page is live, its second belongs to others
