@@ -178,6 +178,7 @@ pub struct AbandonedRequest {
 
 impl AbandonedRequest {
     /// Returns the pages that the request owned.
+    #[must_use]
     pub fn own_pages(&self) -> impl ExactSizeIterator<Item = Page> + '_ {
         let own = widen(self.leased)..self.pages.len();
         own.map(|at| self.pages.get(at))

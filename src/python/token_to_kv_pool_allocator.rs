@@ -161,9 +161,8 @@ fn describe_abandoned(request: &AbandonedRequest, given: usize) -> String {
     let others =
         if kept == 0 { String::new() } else { format!(", and {kept} were freed by other calls since") };
     format!(
-        "request row {row} was freed without its planner while it had {len} tokens: {given} of its {} pages are free \
-         again{others}; end requests with BatchPlanner.finish",
-        pages
+        "request row {row} was freed without its planner while it had {len} tokens: {given} of its {pages} pages are \
+         free again{others}; end requests with BatchPlanner.finish"
     )
 }
 

@@ -100,6 +100,7 @@ impl SlotAllocator {
 
     /// Returns whether a caller with this hold may no longer have some of the values. It may do so because of
     /// other pages.
+    #[must_use]
     pub fn may_be_stale(&self, values: &IndexVec, held: Held) -> bool {
         if held.is_over || held.since == self.now() {
             return held.is_over;

@@ -168,7 +168,7 @@ impl Opening<'_> {
             if *entry != [0; ENTRY_BYTES] {
                 match Record::decode(self.digest, slot, entry) {
                     Some(record) if u64::from(slot.number()) < whole => {
-                        try_push(&mut records, (slot, record))?
+                        try_push(&mut records, (slot, record))?;
                     }
                     _ => try_push(&mut unfit, slot)?,
                 }

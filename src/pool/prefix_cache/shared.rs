@@ -123,7 +123,9 @@ impl CacheCore {
     /// Returns snapshots to their pool.
     pub(super) fn free_states(&self, slots: &[StateSlot]) {
         if let Some(states) = &self.states {
-            slots.iter().for_each(|&slot| states.free_cached(slot, None, &self.owner));
+            for &slot in slots {
+                states.free_cached(slot, None, &self.owner);
+            }
         }
     }
 }

@@ -93,16 +93,16 @@ impl SlotTensors {
     pub(super) fn free_values(
         &mut self,
         given: &IndexVec,
-        held: Option<HeldGrant>,
+        grant: Option<HeldGrant>,
         fence: Option<FenceId>,
     ) -> Result<BadFrees> {
         if let Some(stage) = &self.stage {
             stage.gpu().check_process()?;
         }
-        let hold = held.map(|held| held.held);
-        let bad = self.slots.free_held(given, hold, fence, self.on_bad_free)?;
-        if let Some(held) = held.filter(|held| held.held.whole.is_some() && self.slots.has_left_times()) {
-            self.grants.end(held);
+        let held = grant.map(|grant| grant.held);
+        let bad = self.slots.free_held(given, held, fence, self.on_bad_free)?;
+        if let Some(grant) = grant.filter(|grant| grant.held.whole.is_some() && self.slots.has_left_times()) {
+            self.grants.end(grant);
         }
         Ok(bad)
     }

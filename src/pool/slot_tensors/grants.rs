@@ -87,7 +87,7 @@ impl Grant {
 #[derive(Debug, Default)]
 pub(super) struct Grants {
     /// In ascending order. No two overlap.
-    grants: Vec<Grant>,
+    by_address: Vec<Grant>,
     marks: LifeMarks,
     /// The number of grants at which the dead ones are looked for.
     sweep_at: usize,
@@ -97,7 +97,7 @@ impl Grants {
     /// Makes room for one more tensor, so that [`Grants::add`] cannot fail.
     #[inline]
     pub(super) fn reserve(&mut self) -> Result<()> {
-        if self.grants.len() >= self.sweep_at {
+        if self.by_address.len() >= self.sweep_at {
             self.sweep()?;
         }
         self.marks.reserve()
@@ -107,16 +107,16 @@ impl Grants {
     fn sweep(&mut self) -> Result<()> {
         /// Fewer tensors are not worth a search.
         const FEW: usize = 64;
-        let Self { grants, marks, .. } = self;
-        grants.retain(|grant| {
+        let Self { by_address, marks, .. } = self;
+        by_address.retain(|grant| {
             let is_over = grant.mark.is_over();
             if is_over {
                 marks.reuse(grant.mark);
             }
             !is_over
         });
-        let sweep_at = FEW.max(2 * grants.len());
-        try_reserve(grants, sweep_at - grants.len())?;
+        let sweep_at = FEW.max(2 * by_address.len());
+        try_reserve(by_address, sweep_at - by_address.len())?;
         self.sweep_at = sweep_at;
         Ok(())
     }
@@ -127,34 +127,34 @@ impl Grants {
         let (life, mark) = self.marks.begin();
         let added = Grant { listing, since, is_over: false, mark };
         // Memory that is used again had tensors that are dead.
-        let end = self.grants.partition_point(|grant| grant.listing.address < added.end());
+        let end = self.by_address.partition_point(|grant| grant.listing.address < added.end());
         let mut begin = end;
-        while begin > 0 && self.grants[begin - 1].end() > listing.address {
+        while begin > 0 && self.by_address[begin - 1].end() > listing.address {
             begin -= 1;
         }
         if begin == end {
-            self.grants.insert(begin, added);
+            self.by_address.insert(begin, added);
             return life;
         }
-        for grant in &self.grants[begin..end] {
+        for grant in &self.by_address[begin..end] {
             self.marks.reuse(grant.mark);
         }
-        self.grants[begin] = added;
-        self.grants.drain(begin + 1..end);
+        self.by_address[begin] = added;
+        self.by_address.drain(begin + 1..end);
         life
     }
 
     /// Returns the tensor that has `address`, if it is alive.
     #[inline]
     fn find(&self, address: usize) -> Option<usize> {
-        let at = self.grants.partition_point(|grant| grant.listing.address <= address).checked_sub(1)?;
-        let grant = &self.grants[at];
+        let at = self.by_address.partition_point(|grant| grant.listing.address <= address).checked_sub(1)?;
+        let grant = &self.by_address[at];
         (address < grant.end() && !grant.mark.is_over()).then_some(at)
     }
 
     /// Returns the moment when the slots of the tensor at `address` were taken, if it is alive.
     pub(super) fn since(&self, address: usize) -> Option<Moment> {
-        self.find(address).map(|at| self.grants[at].since)
+        self.find(address).map(|at| self.by_address[at].since)
     }
 
     /// Returns what a caller knows of values that it has read from `origin`.
@@ -172,7 +172,7 @@ impl Grants {
         matters: impl FnOnce(Held) -> bool,
     ) -> std::result::Result<Option<HeldGrant>, Unproven> {
         let Some(at) = self.find(origin.address) else { return Ok(None) };
-        let grant = &self.grants[at];
+        let grant = &self.by_address[at];
         let Listing { address, count, run, is_exclusive, .. } = grant.listing;
         let is_whole =
             is_exclusive && address == origin.address && values.len() == count && origin.step == Some(1);
@@ -199,7 +199,7 @@ impl Grants {
 
     /// Records that a free of the whole tensor has ended its hold.
     pub(super) fn end(&mut self, held: HeldGrant) {
-        self.grants[held.at].is_over = true;
+        self.by_address[held.at].is_over = true;
     }
 }
 
@@ -225,6 +225,6 @@ pub(super) struct Unproven;
 
 impl Drop for Grants {
     fn drop(&mut self) {
-        self.marks.give_up(self.grants.drain(..).map(|grant| grant.mark));
+        self.marks.give_up(self.by_address.drain(..).map(|grant| grant.mark));
     }
 }
