@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use crate::base::{Id, widen};
+use crate::base::{Id, Result, try_reserve, widen};
 
 /// The mark for no index, at the ends of the list.
 const NONE: u32 = u32::MAX;
@@ -44,6 +44,15 @@ impl<I> Default for RecencyList<I> {
 }
 
 impl<I: Id> RecencyList<I> {
+    /// Makes room for the indices below `end`, so that adding them needs no memory.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has none.
+    pub fn reserve_below(&mut self, end: usize) -> Result<()> {
+        let more = end.saturating_sub(self.links.len());
+        try_reserve(&mut self.links, more)
+    }
+
     /// Adds an index that is not in the list, as the most recently used one.
     pub fn push(&mut self, index: I) {
         self.insert_older_than(index, None);

@@ -590,7 +590,7 @@ def test_snapshots_show_what_is_under_transfer(network: Network, tmp_path: Path)
     assert owners(taken[0]) == [("'filled by a'", 3), ("'read from a'", 2)]
     assert (taken[0].in_use, taken[0].count) == (5, 71)
     axes = to_figure(taken).axes[0]
-    assert axes.get_title(loc="left") == "b: 5 of 71 slots under transfer"
+    assert axes.get_title(loc="left") == "5 of 71 slots under transfer"
     pair.a.close()
     pair.b.close()
     assert not {"a", "b"} & {endpoint.name for endpoint in endpoints()}

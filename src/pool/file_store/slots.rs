@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::base::{Id, check_memory, out_of_memory_error, try_push, widen};
+use crate::base::{Id, out_of_memory_error, try_push, widen};
 use crate::cache::{PageHash, RecencyList};
 use crate::transfer::to_u64;
 
@@ -316,8 +316,7 @@ impl Slots {
         let end = pages.iter().map(|(slot, _)| widen(slot.number()) + 1).max().unwrap_or(0);
         self.free.try_reserve(end).map_err(|_| out_of_memory_error::<FileSlot>(end))?;
         self.by_key.try_reserve(pages.len()).map_err(|_| out_of_memory_error::<PageHash>(pages.len()))?;
-        // The order of the pages grows by one link for each slot.
-        check_memory(2 * end * size_of::<u64>())?;
+        self.order.reserve_below(end)?;
         for slot in 0..end {
             try_push(&mut self.slot_uses, SlotUse::FREE)?;
             self.free.push_front(FileSlot::new(u32::try_from(slot).expect("MAX_SLOTS was checked")));
