@@ -113,8 +113,15 @@ pub fn out_of_memory_error<T>(count: usize) -> Error {
 /// # Errors
 /// Same as [`try_with_capacity`].
 pub fn try_zeros<T: Copy + Default>(count: usize) -> Result<Vec<T>> {
-    // Only `vec!` gets zeroed pages from the system, and it aborts on failure: so `try_with_capacity` tries
-    // first.
-    drop(try_with_capacity::<T>(count)?);
+    /// Bytes from which on untouched pages are worth it.
+    const LARGE: usize = 4 << 20;
+    let mut zeros = try_with_capacity(count)?;
+    if count.saturating_mul(size_of::<T>()) < LARGE {
+        zeros.resize(count, T::default());
+        return Ok(zeros);
+    }
+    // Only `vec!` gets zeroed pages from the system, and it aborts on failure: so the other one was tried, and
+    // its pages go back.
+    drop(zeros);
     Ok(vec![T::default(); count])
 }

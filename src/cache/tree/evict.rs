@@ -94,7 +94,8 @@ impl Tree {
             return Some(pages);
         }
         let halves = std::iter::successors(Some(pages), |pages| Some(pages / 2));
-        halves.take_while(|pages| *pages > FEW).find(|&pages| check_memory(bytes(pages)).is_ok())
+        // The lists are several: the memory for one of them may lie in pieces once the others have theirs.
+        halves.take_while(|pages| *pages > FEW).find(|&pages| check_memory(3 * bytes(pages)).is_ok())
     }
 
     /// Prefetches the memory that the evictions after that of `leaf` will touch: first the nodes and, a few
