@@ -104,7 +104,7 @@ impl Journal {
     }
 
     /// Records that pages can no longer be found in a tier.
-    pub(super) fn removed(&mut self, tier: Tier, keys: Vec<PageHash>) {
+    pub(super) fn removed(&mut self, tier: Tier, keys: &[PageHash]) {
         let all = self.tokens + keys.len();
         match self.events.back_mut() {
             _ if keys.is_empty() => (),
@@ -113,10 +113,13 @@ impl Journal {
                 if pages.try_reserve(keys.len()).is_err() {
                     return self.start_over();
                 }
-                pages.extend(keys);
+                pages.extend_from_slice(keys);
                 self.tokens = all;
             }
-            _ => self.push(CacheEvent::Removed { pages: keys, tier }),
+            _ => match try_to_vec(keys) {
+                Ok(pages) => self.push(CacheEvent::Removed { pages, tier }),
+                Err(_) => self.start_over(),
+            },
         }
     }
 
@@ -172,7 +175,7 @@ mod tests {
         store(&mut journal, HALF);
         assert_eq!(journal.take().len(), 3, "what was before a clear does not count");
         for _ in 0..3 {
-            journal.removed(Tier::Device, vec![[0; 32]; HALF]);
+            journal.removed(Tier::Device, &vec![[0; 32]; HALF]);
         }
         let events = journal.take();
         let [CacheEvent::Cleared, CacheEvent::Removed { pages, .. }] = &events[..] else {

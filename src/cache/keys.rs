@@ -148,10 +148,8 @@ impl PageKeys {
     }
 
     /// Removes pages that can no longer be found, and returns their keys. Pages without a key are left out.
-    pub(super) fn remove(&mut self, pages: &[Page]) -> Vec<PageHash> {
-        let mut keys = Vec::with_capacity(pages.len());
-        keys.extend(pages.iter().filter_map(|page| self.by_page.remove(page)));
-        keys
+    pub(super) fn remove(&mut self, pages: &[Page], removed: &mut Vec<PageHash>) {
+        removed.extend(pages.iter().filter_map(|page| self.by_page.remove(page)));
     }
 
     pub(super) fn clear(&mut self) {

@@ -268,7 +268,7 @@ impl PrefixCache {
             below.forget_tails();
             let keys = below.tier.forget(namespace);
             if namespace.is_some() {
-                tree.record_dropped_below(keys);
+                tree.record_dropped_below(&keys);
             }
         }
         call.give_back(&cache, evicted);

@@ -70,7 +70,8 @@ impl Tree {
     pub fn evict(&mut self, pages: usize, cause: Cause) -> Evicted {
         let mut evicted = Evicted::default();
         let Some(pages) = self.fitting(pages.min(self.counts.evictable())) else { return evicted };
-        if evicted.pages.try_reserve(pages).is_err() {
+        let has_keys = self.keyed.reserve_removed(pages, &mut evicted.keys);
+        if has_keys.is_err() || evicted.pages.try_reserve(pages).is_err() {
             return evicted;
         }
         while evicted.pages.len() < pages {
@@ -94,8 +95,7 @@ impl Tree {
             return Some(pages);
         }
         let halves = std::iter::successors(Some(pages), |pages| Some(pages / 2));
-        // The lists are several: the memory for one of them may lie in pieces once the others have theirs.
-        halves.take_while(|pages| *pages > FEW).find(|&pages| check_memory(3 * bytes(pages)).is_ok())
+        halves.take_while(|pages| *pages > FEW).find(|&pages| check_memory(bytes(pages)).is_ok())
     }
 
     /// Prefetches the memory that the evictions after that of `leaf` will touch: first the nodes and, a few
@@ -155,7 +155,7 @@ impl Tree {
         self.counts.heap_capacity -= freed;
         self.counts.cached -= trimmed.len();
         self.counts.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
-        evicted.keys.extend(self.keyed.record_removed(&trimmed).into_iter().rev());
+        self.keyed.record_removed(&trimmed, &mut evicted.keys);
         evicted.pages.extend_from_slice(&trimmed);
     }
 
@@ -201,7 +201,7 @@ impl Tree {
         self.counts.cached -= pages.len();
         self.counts.pinned -= if is_pinned { pages.len() } else { 0 };
         self.nodes.vacate(leaf);
-        evicted.keys.extend(self.keyed.record_removed(&pages).into_iter().rev());
+        self.keyed.record_removed(&pages, &mut evicted.keys);
         evicted.pages.extend_from_slice(&pages);
     }
 
@@ -246,7 +246,7 @@ impl Tree {
     fn record_all_removed(&mut self, nodes: &[NodeId]) {
         for &id in nodes {
             let pages = std::mem::take(&mut self.node_mut(id).pages);
-            let _ = self.keyed.record_removed(&pages);
+            self.keyed.record_removed(&pages, &mut Vec::new());
             self.node_mut(id).pages = pages;
         }
     }

@@ -2,7 +2,7 @@
 //! changes.
 
 use super::{NodeId, OfferedPages, Tree};
-use crate::base::Page;
+use crate::base::{Page, Result, try_reserve};
 use crate::cache::journal::{Journal, KeyedRun};
 use crate::cache::keys::PageKeys;
 use crate::cache::{CacheEvent, Digest, Namespace, PageHash, Tier};
@@ -47,14 +47,24 @@ impl KeyedPages {
         }
     }
 
-    /// Records that `pages` can no longer be found. Returns the keys of those that could.
-    pub(super) fn record_removed(&mut self, pages: &[Page]) -> Vec<PageHash> {
-        let Some(keys) = &mut self.keys else { return Vec::new() };
-        let keys = keys.remove(pages);
+    /// Records that `pages` can no longer be found. Appends the keys of those that could, the last one first,
+    /// to `removed`, which needs no memory if it has room for them.
+    pub(super) fn record_removed(&mut self, pages: &[Page], removed: &mut Vec<PageHash>) {
+        let Some(keys) = &mut self.keys else { return };
+        let begin = removed.len();
+        keys.remove(pages, removed);
         if let Some(journal) = &mut self.journal {
-            journal.removed(Tier::Device, keys.clone());
+            journal.removed(Tier::Device, &removed[begin..]);
         }
-        keys
+        removed[begin..].reverse();
+    }
+
+    /// Makes room in `removed` for the keys of `pages` pages.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has none.
+    pub(super) fn reserve_removed(&self, pages: usize, removed: &mut Vec<PageHash>) -> Result<()> {
+        if self.keys.is_some() { try_reserve(removed, pages) } else { Ok(()) }
     }
 
     /// Records that all pages were removed.
@@ -131,7 +141,7 @@ impl Tree {
     }
 
     /// Records that the tier below has dropped pages.
-    pub fn record_dropped_below(&mut self, keys: Vec<PageHash>) {
+    pub fn record_dropped_below(&mut self, keys: &[PageHash]) {
         if let Some(journal) = &mut self.keyed.journal {
             journal.removed(Tier::Host, keys);
         }

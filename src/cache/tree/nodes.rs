@@ -312,7 +312,8 @@ impl Tree {
         let missing = pages.saturating_sub(evicted.pages.len()).min(self.counts.evictable());
         let Some(fitting) = self.fitting(missing) else { return };
         let pages = evicted.pages.len() + fitting;
-        if evicted.pages.try_reserve(fitting).is_err() {
+        let has_keys = self.keyed.reserve_removed(fitting, &mut evicted.keys);
+        if has_keys.is_err() || evicted.pages.try_reserve(fitting).is_err() {
             return;
         }
         while evicted.pages.len() < pages

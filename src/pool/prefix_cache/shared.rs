@@ -108,7 +108,7 @@ impl CacheCore {
     ) -> Option<IncomingPieces> {
         let mut cache = self.state.lock();
         let mut incoming = expect()?;
-        cache.tree.record_dropped_below(std::mem::take(&mut incoming.evicted));
+        cache.tree.record_dropped_below(&std::mem::take(&mut incoming.evicted));
         Some(incoming)
     }
 

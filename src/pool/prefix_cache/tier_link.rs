@@ -113,7 +113,7 @@ impl TierLink {
             }
             let is_complete = write.transfer.is_complete();
             if is_void || !matches!(is_complete, Ok(true)) {
-                tree.record_dropped_below(self.tier.discard(&write, is_complete.as_ref().err()));
+                tree.record_dropped_below(&self.tier.discard(&write, is_complete.as_ref().err()));
                 continue;
             }
             let _sending = self.backing.as_ref().map(|_| self.tier.begin_sending());
@@ -152,7 +152,7 @@ impl TierLink {
             _ => DevicePresence::Absent,
         };
         let Begun { write, runs, evicted } = self.tier.write(&offered, presence, &self.publishers);
-        tree.record_dropped_below(evicted);
+        tree.record_dropped_below(&evicted);
         // In the order of the prefix, and before the events of later calls: the pages can be found from now on.
         for run in &runs {
             tree.record_copied(run);
