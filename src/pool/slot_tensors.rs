@@ -265,18 +265,19 @@ impl SlotTensors {
         }
         let mut view = view?;
         let run = if let [run] = self.runs[..] { Some(self.slots.first_slot(run.start)) } else { None };
-        self.list(&mut view, run, true);
+        self.list(&mut view, run, false);
         Ok(Ok(GrantedSlots::Tensor(view)))
     }
 
-    /// Records the tensor in which slots are handed out: `run` is the first one, if they ascend by one.
-    fn list(&mut self, view: &mut TensorView, run: Option<Slot>, is_exclusive: bool) {
+    /// Records the tensor in which slots are handed out: `run` is the first one, if they ascend by one;
+    /// `continues` says whether some are in pages of earlier tensors.
+    fn list(&mut self, view: &mut TensorView, run: Option<Slot>, continues: bool) {
         let count = view.shape().numel();
         if count == 0 || view.region().has_life() {
             return;
         }
         let (address, size) = (view.address().addr(), view.dtype().size());
-        let listing = Listing { address, count, size, run, is_exclusive };
+        let listing = Listing { address, count, size, run, continues };
         let life = self.grants.add(listing, self.slots.now());
         view.keep_life(life);
     }
@@ -285,9 +286,9 @@ impl SlotTensors {
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host has no memory for the record.
-    pub(super) fn list_again(&mut self, view: &mut TensorView, is_exclusive: bool) -> Result<()> {
+    pub(super) fn list_again(&mut self, view: &mut TensorView, continues: bool) -> Result<()> {
         self.grants.reserve()?;
-        self.list(view, None, is_exclusive);
+        self.list(view, None, continues);
         Ok(())
     }
 
@@ -369,7 +370,7 @@ impl SlotTensors {
         let Some(slots) = self.slots.alloc::<T>(count)? else { return Ok(Err(self.short(count))) };
         let run = self.run_of(&slots);
         let mut view = TensorView::from_indices(T::values(slots));
-        self.list(&mut view, run, true);
+        self.list(&mut view, run, false);
         Ok(Ok(GrantedSlots::Tensor(view)))
     }
 
@@ -395,7 +396,7 @@ impl SlotTensors {
             IndexDType::I64 => IndexExport::new(i64::of(slot.number())),
         };
         let (address, size) = (export.address(), dtype.dtype().size());
-        let listing = Listing { address, count: 1, size, run: Some(slot), is_exclusive: true };
+        let listing = Listing { address, count: 1, size, run: Some(slot), continues: false };
         let life = self.grants.add(listing, self.slots.now());
         Ok(GrantedSlots::One(OneSlot { slot, dtype, export: Some(export.with_life(life)) }))
     }
@@ -420,7 +421,7 @@ impl SlotTensors {
             Some(slots) => {
                 let run = slots.iter().next().and_then(|slot| u32::try_from(slot).ok()).map(Slot::new);
                 let mut view = self.hand_out(slots, &[], stream)?;
-                self.list(&mut view, run, true);
+                self.list(&mut view, run, false);
                 Ok(Ok(view))
             }
             None => Ok(Err(self.short(count))),
@@ -480,7 +481,7 @@ impl SlotTensors {
             }
             _ => self.hand_out(slots, &continued, stream)?,
         };
-        self.list(&mut view, None, continued.is_empty());
+        self.list(&mut view, None, !continued.is_empty());
         Ok(Ok((view, continued)))
     }
 

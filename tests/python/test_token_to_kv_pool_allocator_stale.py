@@ -265,6 +265,21 @@ def test_pages_that_another_tensor_continues_are_freed_once() -> None:
     assert dropped(allocator) == 2
 
 
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("need_sort", [True, False])
+def test_a_tensor_that_continues_freed_pages_takes_nothing(need_sort: bool, scattered: bool) -> None:
+    allocator = make(1024, 4, need_sort)
+    if scattered:
+        allocator.free(take_all(allocator).view(-1, 4)[::2].flatten().tolist())
+    prompt = take(allocator, 302)
+    token = some(allocator.alloc_decode([303], [int(prompt[-1].item())]))
+    allocator.free(prompt)
+    others = take_all(allocator)
+    allocator.free(token)
+    assert_all_live(allocator, others)
+    assert dropped(allocator) == 1
+
+
 def test_a_planner_takes_no_slots_of_a_request_that_came_later() -> None:
     allocator = make(64, 4)
     kv = KVPool(64, 1, 1, 1, devices.current(), "float32", page_size=4)

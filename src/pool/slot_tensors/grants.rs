@@ -46,8 +46,8 @@ pub(super) struct Listing {
     pub(super) size: usize,
     /// The first slot, if the slots ascend by one.
     pub(super) run: Option<Slot>,
-    /// Whether no earlier tensor has slots of the same pages.
-    pub(super) is_exclusive: bool,
+    /// Whether some slots are in pages of earlier tensors.
+    pub(super) continues: bool,
 }
 
 /// A tensor of slots that may be alive.
@@ -56,6 +56,8 @@ struct Grant {
     listing: Listing,
     /// The moment when the slots were taken.
     since: Moment,
+    /// The number of tensors before it that continue pages.
+    continuing: u64,
     /// Whether a free of the whole tensor has ended its hold.
     is_over: bool,
     mark: LifeMark,
@@ -89,6 +91,8 @@ pub(super) struct Grants {
     /// In ascending order. No two overlap.
     by_address: Vec<Grant>,
     marks: LifeMarks,
+    /// The number of tensors so far that continue pages of earlier ones.
+    continuing: u64,
     /// The number of grants at which the dead ones are looked for.
     sweep_at: usize,
 }
@@ -125,7 +129,8 @@ impl Grants {
     #[inline]
     pub(super) fn add(&mut self, listing: Listing, since: Moment) -> Life {
         let (life, mark) = self.marks.begin();
-        let added = Grant { listing, since, is_over: false, mark };
+        let added = Grant { listing, since, continuing: self.continuing, is_over: false, mark };
+        self.continuing += u64::from(listing.continues);
         // Memory that is used again had tensors that are dead.
         let end = self.by_address.partition_point(|grant| grant.listing.address < added.end());
         let mut begin = end;
@@ -173,7 +178,9 @@ impl Grants {
     ) -> std::result::Result<Option<HeldGrant>, Unproven> {
         let Some(at) = self.find(origin.address) else { return Ok(None) };
         let grant = &self.by_address[at];
-        let Listing { address, count, run, is_exclusive, .. } = grant.listing;
+        let Listing { address, count, run, .. } = grant.listing;
+        // A tensor that continues pages may share them with any before it.
+        let is_exclusive = grant.continuing == self.continuing;
         let is_whole =
             is_exclusive && address == origin.address && values.len() == count && origin.step == Some(1);
         let held = Held { since: grant.since, is_over: grant.is_over, whole: None };

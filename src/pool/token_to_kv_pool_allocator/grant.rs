@@ -52,7 +52,7 @@ impl<'a> Grant<'a> {
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no memory for it.
     pub fn aligned_view(&self) -> Result<TensorView> {
         let mut view = self.granted.view().cache_aligned()?;
-        self.allocator.lock().list_again(&mut view, self.continued.is_empty())?;
+        self.allocator.lock().list_again(&mut view, !self.continued.is_empty())?;
         Ok(view)
     }
 
