@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from typing import Any, Literal, NamedTuple
 
 import devices
@@ -427,6 +428,44 @@ def test_failed_pools_leave_the_model_unchanged() -> None:
         with pytest.raises(ConfigError):
             PooledModel(model, *sizes)
         assert model.config._attn_implementation == "sdpa"
+
+
+def test_models_of_one_configuration_are_made_one_after_the_other() -> None:
+    """Where they share the object: one that is made beside another must not set that one's attention back."""
+    config = built.__wrapped__("qwen3", devices.current()).config
+    first, second = (make(config).eval().to(devices.current()) for _ in range(2))
+    assert first.config is second.config
+    made: list[PooledModel] = []
+    other = threading.Thread(target=lambda: made.append(PooledModel(second, 64, 2, 32)))
+    seen: list[tuple[int, str]] = []
+
+    def look(*_: object) -> None:
+        if not other.ident:
+            other.start()
+            other.join(0.3)
+        seen.append((len(made), first.config._attn_implementation))
+
+    first.register_forward_pre_hook(look)
+    made.append(PooledModel(first, 64, 2, 32))
+    other.join()
+    assert len(made) == 2
+    assert {attention for _, attention in seen} == {"sdpa", "kvpool"}
+    assert (1, "sdpa") not in seen
+
+
+def test_another_attention_set_later_is_refused() -> None:
+    """It would not read the pool."""
+    batch = Batch("qwen3")
+    row = next(row for row, tokens in batch.tokens.items() if len(tokens) > 2)
+    plan = batch.plan({row: 3})
+    model = batch.pooled.model
+    model.set_attn_implementation("sdpa")
+    try:
+        with pytest.raises(ConfigError, match="qwen3 was set to 'sdpa' after PooledModel"):
+            batch.pooled.forward(to_current(torch.zeros(3, dtype=torch.int64)), plan)
+    finally:
+        model.set_attn_implementation("kvpool")
+    batch.check(plan)
 
 
 def test_rejects_mismatched_batches() -> None:

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvpool.errors import ConfigError
 from kvpool.serving.attention import plain_attention
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     # Arguments: those of `sdpa_mask`, by name.
     MakeMask = Callable[..., "torch.Tensor | None"]
 
-__all__ = ["dense_attention", "implemented", "install", "use"]
+__all__ = ["check_installed", "dense_attention", "implemented", "install", "use"]
 
 _NAME = "kvpool"
 """The name of the attention function in `transformers`."""
@@ -79,6 +80,21 @@ def implemented(model: PreTrainedModel) -> Iterator[None]:
 def install(model: PreTrainedModel) -> None:
     """Let a model call the attention "kvpool" from now on."""
     model.set_attn_implementation(_NAME)
+
+
+def check_installed(model: PreTrainedModel) -> None:
+    """Refuse a model that would call another attention.
+
+    Raises:
+        ConfigError: If its attention was set to another one.
+    """
+    config: Any = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != _NAME:  # noqa: SLF001 - there is no public accessor
+        raise ConfigError(
+            f"the attention of {config.model_type} was set to {config._attn_implementation!r} after "  # noqa: SLF001
+            f'PooledModel set it to "{_NAME}": set it back, and give models that need another one a '
+            "configuration of their own"
+        )
 
 
 def dense_attention(

@@ -9,6 +9,7 @@ scores and attention sinks, so that the model generates as before.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PooledModel"]
 
+_SETTING = threading.Lock()
+"""Held while the attention of a model is set, which models with the same configuration object share."""
+
 
 class PooledModel:
     """A causal language model whose layers keep their KV cache and states in kvpool's pools.
@@ -42,7 +46,7 @@ class PooledModel:
 
     Args:
         model: A model with a language-model head, in evaluation mode. Its attention implementation becomes
-            "kvpool".
+            "kvpool", and with it that of all models that share its configuration object.
         size: Token slots.
         max_reqs: The most requests with slots at once.
         max_context_len: The most tokens of a request.
@@ -85,7 +89,7 @@ class PooledModel:
         device = str(model.device)
         self.table: ReqToTokenPool = make_req_to_token_pool(max_reqs, max_context_len, device)
         devices = [model.device] if model.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with _SETTING, torch.random.fork_rng(devices):
             layout = layout_of(model, max_context_len)
             if check:
                 check_logits(model, layout, max_context_len)
@@ -113,7 +117,8 @@ class PooledModel:
                 max_track_slots=2 * max_reqs if max_track_slots is None else max_track_slots,
             )
         self._runner = Runner(model, layout, self.kv_pool, self.gdn_pool)
-        attention.install(model)
+        with _SETTING:
+            attention.install(model)
 
     def start(self, rows: Sequence[int]) -> None:
         """Reset the states of these request rows, before the first tokens of requests.
@@ -143,8 +148,8 @@ class PooledModel:
             `[B, vocab_size]`: logits after the last token of each request, a new tensor of the model's dtype.
 
         Raises:
-            ConfigError: If tokens and plan do not match, or the model uses an attention option that is not
-                supported.
+            ConfigError: If tokens and plan do not match, the model uses an attention option that is not
+                supported, or its attention is no longer "kvpool".
             StaleBufferError: If the planner has made another plan since.
         """
         return self._runner.forward(token_ids, plan, wait_layer)

@@ -62,6 +62,7 @@ class Runner:
             raise ConfigError(
                 f"token_ids has shape {tuple(token_ids.shape)}, the plan {plan.padded_num_tokens} new tokens"
             )
+        attention.check_installed(self._model)
         step = PoolAttention(plan, self._kv_pool, wait_layer)
         found = sum(len(group.requests) for group in step.groups)
         if found == 0 or found != plan.padded_batch_size:
