@@ -59,7 +59,14 @@ impl BadFree {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[must_use]
-pub struct BadFrees {
+pub struct BadFrees(
+    /// `None` of a valid free, which nearly all are: their results are small.
+    Option<Box<Invalid>>,
+);
+
+/// The invalid indices of a free.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Invalid {
     dropped: usize,
     first: Vec<(i64, BadFree)>,
     /// The histories of the indices in `first`, if there is a ledger. Indices with the same history share an
@@ -70,52 +77,67 @@ pub struct BadFrees {
 impl BadFrees {
     /// Creates a report of one invalid index.
     pub fn of(index: i64, reason: BadFree) -> Self {
-        Self { dropped: 1, first: vec![(index, reason)], histories: Vec::new() }
+        let mut bad = Self::default();
+        bad.add(index, reason, 1);
+        bad
     }
 
     /// Returns the number of indices that were not freed.
     #[must_use]
-    pub const fn dropped(&self) -> usize {
-        self.dropped
+    pub fn dropped(&self) -> usize {
+        self.0.as_ref().map_or(0, |invalid| invalid.dropped)
     }
 
     /// Returns the first invalid indices, at most eight.
     #[must_use]
     pub fn first(&self) -> &[(i64, BadFree)] {
-        &self.first
+        self.0.as_ref().map_or(&[], |invalid| &invalid.first)
     }
 
     /// Returns whether another invalid index would be listed. Otherwise its reason need not be determined.
     #[must_use]
-    pub(super) const fn has_room(&self) -> bool {
-        self.first.len() < NAMED
+    pub(super) fn has_room(&self) -> bool {
+        self.first().len() < NAMED
     }
 
     /// Adds `count` invalid indices from `index` on, all with the same reason.
+    #[inline]
     pub fn add(&mut self, index: i64, reason: BadFree, count: usize) {
-        self.dropped += count;
-        if self.has_room() && count > 0 {
-            self.first.push((index, reason));
+        if count > 0 {
+            self.add_some(index, reason, count);
+        }
+    }
+
+    #[cold]
+    fn add_some(&mut self, index: i64, reason: BadFree, count: usize) {
+        let has_room = self.has_room();
+        let invalid = self.0.get_or_insert_default();
+        invalid.dropped += count;
+        if has_room {
+            invalid.first.push((index, reason));
         }
     }
 
     /// Adds the invalid indices of another report.
     pub fn append(&mut self, other: Self) {
-        self.dropped += other.dropped;
-        self.first.extend(other.first);
-        self.first.truncate(NAMED);
-        self.histories.extend(other.histories);
-        self.histories.truncate(NAMED);
+        let Some(other) = other.0 else { return };
+        let invalid = self.0.get_or_insert_default();
+        invalid.dropped += other.dropped;
+        invalid.first.extend(other.first);
+        invalid.first.truncate(NAMED);
+        invalid.histories.extend(other.histories);
+        invalid.histories.truncate(NAMED);
     }
 
     /// Adds the histories of the first invalid indices.
     pub(super) fn explain(&mut self, known: impl Fn(i64) -> Option<String>) {
-        for (index, _) in &self.first {
+        let Some(invalid) = &mut self.0 else { return };
+        for (index, _) in &invalid.first {
             let Some(words) = known(*index) else { continue };
             // Neighbours usually share a history.
-            match self.histories.iter_mut().find(|(_, history)| *history == words) {
+            match invalid.histories.iter_mut().find(|(_, history)| *history == words) {
                 Some((indices, _)) => indices.push(*index),
-                None => self.histories.push((vec![*index], words)),
+                None => invalid.histories.push((vec![*index], words)),
             }
         }
     }
@@ -123,15 +145,16 @@ impl BadFrees {
     /// Describes the report: how many of `total` indices were invalid, and the first ones with their reasons.
     #[must_use]
     pub fn describe(&self, noun: &str, total: usize) -> String {
-        let mut text = format!("{} of {total} freed {noun}s: ", self.dropped);
-        for (position, (index, reason)) in self.first.iter().enumerate() {
+        let (dropped, first) = (self.dropped(), self.first());
+        let mut text = format!("{dropped} of {total} freed {noun}s: ");
+        for (position, (index, reason)) in first.iter().enumerate() {
             let comma = if position == 0 { "" } else { ", " };
             let _ = write!(text, "{comma}{index} ({})", reason.description());
         }
-        if self.dropped > self.first.len() {
+        if dropped > first.len() {
             text.push_str(", ...");
         }
-        for (indices, history) in &self.histories {
+        for (indices, history) in self.0.iter().flat_map(|invalid| &invalid.histories) {
             for (position, index) in indices.iter().enumerate() {
                 let comma = if position == 0 { "; " } else { ", " };
                 let _ = write!(text, "{comma}{index}");
@@ -174,7 +197,7 @@ pub fn on_bad_frees(
         let report = bad.describe(noun, total);
         let text = format!("cannot free {report}; nothing was changed (capacity {capacity})");
         let error = Error::new(ErrorKind::IndexOwnership, text);
-        return Err(match bad.first.first() {
+        return Err(match bad.first().first() {
             Some((index, _)) => error.with_index(*index),
             None => error,
         });
