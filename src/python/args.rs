@@ -408,12 +408,12 @@ pub(super) fn strided_indices<'a, 'py>(
         let found = match &tensor {
             TensorArg::Torch(torch, tensor) => {
                 let described = torch.describe(tensor)?;
-                // Engines free states one at a time: this one is read without shape and strides.
-                if let Some(index) = described.only_index() {
-                    return Ok(IndexArg::Host(
-                        index,
-                        Some(HostTensor { address: described.address(), step: Some(1) }),
-                    ));
+                // What `alloc` returns is read without a description of shape and strides.
+                if step == 1
+                    && let Some(indices) = described.packed_indices()?
+                {
+                    let tensor = HostTensor { address: described.address(), step: Some(1) };
+                    return Ok(IndexArg::Host(indices, Some(tensor)));
                 }
                 described.borrow()
             }

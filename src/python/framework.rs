@@ -16,7 +16,7 @@ use crate::base::{DType, Device, Dims, Error, IndexVec};
 use crate::memory::{Backend, BorrowedTensor, Stream, backend_for};
 use crate::tensor::TensorView;
 use crate::tensor::dlpack::{
-    EXCHANGE_API, ExchangeApi, Import, RawTensor, borrow, first_element, is_view, only_index, raw_device,
+    EXCHANGE_API, ExchangeApi, Import, RawTensor, borrow, first_element, is_view, packed_indices, raw_device,
     raw_dtype,
 };
 
@@ -84,10 +84,10 @@ impl<'a> TensorDescription<'a> {
         first_element(&self.raw).addr()
     }
 
-    /// Returns the index of a 1-D tensor in host memory that has only one.
-    pub(super) fn only_index(&self) -> Option<IndexVec> {
+    /// Copies the indices of a contiguous 1-D tensor in host memory; `None` for other tensors.
+    pub(super) fn packed_indices(&self) -> Result<Option<IndexVec>, Error> {
         // SAFETY: as above.
-        unsafe { only_index(&self.raw) }
+        unsafe { packed_indices(&self.raw) }
     }
 
     /// Returns whether the tensor still is `view`: see [`is_view`].

@@ -11,7 +11,8 @@ use std::sync::Arc;
 
 use crate::base::bounded::int32;
 use crate::base::{
-    DType, Device, Dims, Error, IndexNumber, IndexVec, Life, MAX_NDIM, Result, contiguous_strides, widen,
+    DType, Device, Dims, Error, IndexNumber, IndexVec, Life, MAX_NDIM, Result, contiguous_strides,
+    try_with_capacity, widen,
 };
 use crate::memory::{BorrowedTensor, Region};
 
@@ -562,28 +563,51 @@ pub unsafe fn borrow<'a, E: From<Error>>(
     Ok(unsafe { BorrowedTensor::new(address, dtype, device, shape, strides) })
 }
 
-/// Returns the index of a 1-D tensor in host memory that has only one. Returns `None` for all other tensors,
-/// which [`borrow`] describes.
+/// Copies the indices of a contiguous 1-D tensor of int32 or int64 in host memory. Returns `None` for all other
+/// tensors, which [`borrow`] describes.
+///
+/// # Errors
+/// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no memory for the copy.
 ///
 /// # Safety
 /// Same as [`borrow`].
-#[must_use]
-pub unsafe fn only_index(raw: &RawTensor) -> Option<IndexVec> {
+pub unsafe fn packed_indices(raw: &RawTensor) -> Result<Option<IndexVec>> {
     let is_on_host = matches!(raw.device.kind, CPU | CUDA_HOST);
+    if !is_on_host || raw.ndim != 1 || raw.shape.is_null() || raw.data.is_null() {
+        return Ok(None);
+    }
     // SAFETY: DLPack guarantees as many extents as there are dimensions.
-    let is_one = raw.ndim == 1 && !raw.shape.is_null() && unsafe { *raw.shape } == 1;
-    if !is_on_host || !is_one || raw.data.is_null() {
-        return None;
+    let Ok(count) = usize::try_from(unsafe { *raw.shape }) else { return Ok(None) };
+    // SAFETY: and as many strides, where the pointer is not null.
+    let is_packed = count == 1 || raw.strides.is_null() || unsafe { *raw.strides } == 1;
+    if !is_packed {
+        return Ok(None);
     }
-    let element = first_element(raw);
-    // The element may be unaligned.
+    let first = first_element(raw).cast_const();
     match raw.dtype {
-        // SAFETY: the tensor has one element of this type.
-        I32 => Some(IndexVec::I32(vec![unsafe { element.cast::<i32>().read_unaligned() }])),
+        // SAFETY: the tensor has that many elements of this type, one after the other.
+        I32 => unsafe { copied(first, count) }.map(|values| Some(IndexVec::I32(values))),
         // SAFETY: as above.
-        I64 => Some(IndexVec::I64(vec![unsafe { element.cast::<i64>().read_unaligned() }])),
-        _ => None,
+        I64 => unsafe { copied(first, count) }.map(|values| Some(IndexVec::I64(values))),
+        _ => Ok(None),
     }
+}
+
+/// Copies `count` integers, which may be unaligned.
+///
+/// # Safety
+/// They are readable, and any bytes make a `T`.
+unsafe fn copied<T: IndexNumber>(first: *const u8, count: usize) -> Result<Vec<T>> {
+    if count == 1 {
+        // SAFETY: the caller guarantees the element.
+        return Ok(vec![unsafe { first.cast::<T>().read_unaligned() }]);
+    }
+    let mut values: Vec<T> = try_with_capacity(count)?;
+    // SAFETY: the vector is ours and has room for them; the caller guarantees the rest.
+    unsafe { values.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(first, count * size_of::<T>()) };
+    // SAFETY: that many were just written.
+    unsafe { values.set_len(count) };
+    Ok(values)
 }
 
 #[cold]

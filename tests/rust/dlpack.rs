@@ -10,7 +10,7 @@ use kvpool::memory::{Backend, CountingBackend, Host, Region};
 use kvpool::tensor::TensorView;
 use kvpool::tensor::dlpack::{
     ExchangeApi, Import, IndexExport, Legacy, RawDType, RawTensor, Version, Versioned, dtype_of,
-    export_versioned, only_index, raw_device, raw_dtype,
+    export_versioned, packed_indices, raw_device, raw_dtype,
 };
 
 /// Checks that a structure is as large as another, and has its fields where the other has those named beside them.
@@ -71,7 +71,7 @@ fn deleter_frees_memory_on_any_thread() {
 }
 
 #[test]
-fn one_index_is_exported_and_read() {
+fn indices_are_exported_and_read() {
     // SAFETY: it was exported just now.
     let import = unsafe { Import::of_versioned(IndexExport::new(7_i64).into_managed()) };
     let described = import.borrow().expect("valid");
@@ -92,7 +92,7 @@ fn one_index_is_exported_and_read() {
         byte_offset: 0,
     };
     // SAFETY: each of these describes `index`, or is refused before its memory is read.
-    let read = |tensor: RawTensor| unsafe { only_index(&tensor) };
+    let read = |tensor: RawTensor| unsafe { packed_indices(&tensor) }.expect("there is memory");
     assert_eq!(read(raw(&raw mut index, &raw mut extent, 1, DType::I32)), Some(IndexVec::I32(vec![5])));
     assert_eq!(read(raw(&raw mut index, &raw mut extent, 1, DType::F32)), None);
     assert_eq!(read(raw(&raw mut index, &raw mut extent, 0, DType::I32)), None);
@@ -103,8 +103,24 @@ fn one_index_is_exported_and_read() {
         ..raw(&raw mut index, &raw mut extent, 1, DType::I32)
     };
     assert_eq!(read(on_gpu), None);
-    let mut two = 2_i64;
-    assert_eq!(read(raw(&raw mut index, &raw mut two, 1, DType::I32)), None);
+    let (mut three, mut extent, mut one, mut two, mut negative) = ([4, 5, 6], 3_i64, 1_i64, 2_i64, -1_i64);
+    let list = raw(three.as_mut_ptr(), &raw mut extent, 1, DType::I32);
+    let with_stride = |strides| RawTensor { strides, ..list };
+    for strides in [std::ptr::null_mut(), &raw mut one] {
+        assert_eq!(read(with_stride(strides)), Some(IndexVec::I32(vec![4, 5, 6])));
+    }
+    assert_eq!(
+        read(RawTensor { byte_offset: 4, shape: &raw mut two, ..list }),
+        Some(IndexVec::I32(vec![5, 6]))
+    );
+    for other in [with_stride(&raw mut two), RawTensor { shape: &raw mut negative, ..list }] {
+        assert_eq!(read(other), None);
+    }
+    let mut long = i64::MAX;
+    let endless = RawTensor { shape: &raw mut long, ..list };
+    // SAFETY: there is no memory for the copy, so none is read.
+    let error = unsafe { packed_indices(&endless) }.expect_err("too many");
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
 }
 
 #[test]
