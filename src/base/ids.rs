@@ -259,16 +259,28 @@ impl IndexVec {
         }
     }
 
+    /// Returns the address of the first value.
+    #[must_use]
+    pub(crate) fn address(&self) -> usize {
+        match self {
+            Self::I32(values) => values.as_ptr().addr(),
+            Self::I64(values) => values.as_ptr().addr(),
+        }
+    }
+
+    /// Returns the first and the last value, if there are any.
+    #[must_use]
+    pub fn ends(&self) -> Option<(i64, i64)> {
+        match self {
+            Self::I32(values) => Some(((*values.first()?).into(), (*values.last()?).into())),
+            Self::I64(values) => Some((*values.first()?, *values.last()?)),
+        }
+    }
+
     /// Returns whether the last value is as far from the first as in a run of values that ascend by one.
     #[must_use]
     pub fn ends_like_a_run(&self) -> bool {
-        let ends = match self {
-            Self::I32(values) => {
-                values.first().zip(values.last()).map(|(&first, &last)| (first.into(), last.into()))
-            }
-            Self::I64(values) => values.first().zip(values.last()).map(|(&first, &last)| (first, last)),
-        };
-        ends.is_none_or(|(first, last): (i64, i64)| {
+        self.ends().is_none_or(|(first, last)| {
             usize::try_from(last.wrapping_sub(first)).is_ok_and(|distance| distance + 1 == self.len())
         })
     }

@@ -303,16 +303,9 @@ impl<I: Id> FreeList<I> {
         Ok(true)
     }
 
-    /// Works like [`FreeList::alloc`], but fills `out` with indices.
+    /// Works like [`FreeList::alloc`] in [`Order::Sorted`], but fills `out` with indices.
     pub(super) fn alloc_into<T: IndexNumber>(&mut self, out: &mut [T]) -> bool {
-        if self.order == Order::Fifo {
-            let mut rest = out.iter_mut();
-            return self.alloc(rest.len(), |run| {
-                for (index, out) in run.range().zip(&mut rest) {
-                    *out = T::of(index);
-                }
-            });
-        }
+        debug_assert_eq!(self.order, Order::Sorted, "others are not the lowest");
         if out.len() > self.available() {
             self.merge();
             return false;

@@ -11,17 +11,17 @@ pub struct Moment(u64);
 
 /// The time of the last recorded free of each index, in recorded frees.
 ///
-/// A call that frees whole words of 64 indices records one number for each; other indices have one of their
-/// own.
+/// A word of 64 indices keeps the last free of all of it, and its last two frees of a part. The time of an
+/// earlier part is written to its indices only when a third one is freed: most parts are freed again as they
+/// were, or border on one other part. The free of a single index is written at once.
 #[derive(Clone, Debug)]
 pub(super) struct FreeTimes {
     /// The number of frees so far.
     now: u64,
     /// The last free of everything.
     of_all: u64,
-    /// The frees of each word of 64 indices.
     of_words: Vec<WordTimes>,
-    /// The last free of an index that was not freed with its whole word.
+    /// The last free of an index by itself, or in a part of its word before the last two.
     of_indices: Vec<u64>,
 }
 
@@ -31,7 +31,32 @@ struct WordTimes {
     /// The last free of any of them.
     any: u64,
     /// The last free of all of them at once.
-    all: u64,
+    whole: u64,
+    /// The last frees of some of them, the last one first.
+    parts: [Part; 2],
+}
+
+/// A free of some indices of a word.
+#[derive(Clone, Copy, Debug, Default)]
+struct Part {
+    time: u64,
+    bits: u64,
+}
+
+impl WordTimes {
+    /// Adds a free of a part. Returns what an earlier part has that no kept one has.
+    #[inline]
+    fn add(&mut self, part: Part) -> Part {
+        let [last, first] = self.parts;
+        // What was freed before the whole word does not matter.
+        if last.bits & !part.bits == 0 || last.time <= self.whole {
+            self.parts[0] = part;
+            return Part::default();
+        }
+        self.parts = [part, last];
+        let bits = if first.time > self.whole { first.bits & !(part.bits | last.bits) } else { 0 };
+        Part { bits, ..first }
+    }
 }
 
 impl FreeTimes {
@@ -55,18 +80,31 @@ impl FreeTimes {
     pub(super) fn record(&mut self, masks: impl IntoIterator<Item = Mask>) {
         self.now += 1;
         for Mask { word, bits } in masks {
-            let word = widen(word);
-            self.of_words[word].any = self.now;
+            let times = &mut self.of_words[widen(word)];
+            times.any = self.now;
             if bits == u64::MAX {
-                self.of_words[word].all = self.now;
+                times.whole = self.now;
                 continue;
             }
-            let times = &mut self.of_indices[word * 64..][..64];
-            let mut left = bits;
-            while left != 0 {
-                times[widen(left.trailing_zeros())] = self.now;
-                left &= left - 1;
+            if bits & bits.wrapping_sub(1) == 0 {
+                self.of_indices[widen(word * 64 + bits.trailing_zeros())] = self.now;
+                continue;
             }
+            let lost = times.add(Part { time: self.now, bits });
+            if lost.bits != 0 {
+                self.write(word, lost);
+            }
+        }
+    }
+
+    /// Writes the time of a part of a word to its indices. Some may have been freed by themselves since.
+    fn write(&mut self, word: u32, Part { time, bits }: Part) {
+        let of_indices = &mut self.of_indices[widen(word) * 64..][..64];
+        let mut left = bits;
+        while left != 0 {
+            let last = &mut of_indices[widen(left.trailing_zeros())];
+            *last = time.max(*last);
+            left &= left - 1;
         }
     }
 
@@ -74,7 +112,7 @@ impl FreeTimes {
     pub(super) fn record_all(&mut self, before: Option<&Self>) {
         self.now = before.map_or(self.now, |before| before.now) + 1;
         self.of_all = self.now;
-        self.of_words.fill(WordTimes { any: self.now, all: self.now });
+        self.of_words.fill(WordTimes { any: self.now, whole: self.now, ..WordTimes::default() });
     }
 
     /// Returns whether everything was freed after `moment`.
@@ -85,12 +123,62 @@ impl FreeTimes {
     /// Returns whether `index`, any number, was freed after `moment`.
     pub(super) fn is_freed_since(&self, index: u32, moment: Moment) -> bool {
         let Some(of_word) = self.of_words.get(widen(index / 64)) else { return false };
-        of_word.any > moment.0 && of_word.all.max(self.of_indices[widen(index)]) > moment.0
+        if of_word.any <= moment.0 {
+            return false;
+        }
+        let has = |part: &&Part| part.bits >> (index % 64) & 1 == 1;
+        let of_parts = of_word.parts.iter().filter(has).map(|part| part.time);
+        of_parts.chain([of_word.whole, self.of_indices[widen(index)]]).any(|time| time > moment.0)
     }
 
     /// Returns whether an index of a word, any number, was freed after `moment`.
     #[inline]
     pub(super) fn is_word_freed_since(&self, word: u32, moment: Moment) -> bool {
         self.of_words.get(widen(word)).is_some_and(|word| word.any > moment.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const WORDS: u32 = 3;
+
+    /// Some indices of one word: any, a run, one, or all.
+    fn masks() -> impl Strategy<Value = Mask> {
+        let run = (0..64u32, 1..=64u32).prop_map(|(start, len)| (u64::MAX >> (64 - len)) << start);
+        let bits = prop_oneof![any::<u64>(), run, (0..64u32).prop_map(|bit| 1 << bit), Just(u64::MAX)];
+        (0..WORDS, bits).prop_map(|(word, bits)| Mask { word, bits })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn each_index_has_the_time_of_its_last_free(frees in vec(prop::option::weighted(0.95, masks()), 0..80)) {
+            let mut times = FreeTimes::new(WORDS * 64).expect("there is memory");
+            let mut model = vec![0; widen(WORDS * 64)];
+            for mask in frees {
+                if let Some(mask) = mask {
+                    times.record([mask]);
+                    mask.indices().for_each(|index| model[widen(index)] = times.now().0);
+                } else {
+                    times.record_all(None);
+                    model.fill(times.now().0);
+                }
+                for moment in (0..=times.now().0).map(Moment) {
+                    for (index, &last) in (0..).zip(&model) {
+                        prop_assert_eq!(times.is_freed_since(index, moment), last > moment.0);
+                    }
+                    for (word, indices) in (0..).zip(model.chunks(64)) {
+                        let is_freed = indices.iter().any(|&last| last > moment.0);
+                        prop_assert_eq!(times.is_word_freed_since(word, moment), is_freed);
+                    }
+                }
+            }
+        }
     }
 }

@@ -69,3 +69,14 @@ impl Mask {
 pub(super) const fn run_of_bits(start: usize, len: usize) -> u64 {
     (u64::MAX >> (64 - len)) << start
 }
+
+/// Returns the bits that are set, if they are one run.
+#[inline]
+pub(super) const fn only_run(bits: u64) -> Option<Range<u32>> {
+    let lowest = bits & bits.wrapping_neg();
+    // A sum with the lowest bit of a run carries through the whole run.
+    if bits == 0 || bits & bits.wrapping_add(lowest) != 0 {
+        return None;
+    }
+    Some(bits.trailing_zeros()..64 - bits.leading_zeros())
+}

@@ -57,4 +57,4 @@ pub(crate) use requests::put_slots_of;
 pub use requests::{AbandonedRequest, Growth, GrowthRequest, PageSize, Requests};
 pub use row_table::{RowExtent, RowTable};
 pub use runs::{ascending_runs, for_each_run};
-pub use slot_allocator::{FenceId, Held, SlotAllocator, SlotStats, Whole};
+pub use slot_allocator::{FenceId, Held, SlotAllocator, SlotStats};

@@ -11,20 +11,27 @@ pub(super) const BLOCK: usize = 32;
 
 /// The element type of an index tensor.
 pub(super) trait RawIndex: Copy + PartialEq + Into<i64> {
-    /// Returns `self + n`, or `None` on overflow.
-    fn plus(self, n: i8) -> Option<Self>;
+    /// The largest number. It has no successor: a run ends there.
+    const LARGEST: i64;
+
+    /// Returns `self + n`, or the wrong number beyond the largest one.
+    fn plus(self, n: i8) -> Self;
 
     /// Returns whether `block` is `first, first + 1, ...`, without a branch per element.
     fn continues(block: &[Self; BLOCK], first: Self) -> bool;
 }
 
 macro_rules! raw_index {
-    ($int:ty) => {
+    ($int:ident) => {
         impl RawIndex for $int {
-            fn plus(self, n: i8) -> Option<Self> {
-                self.checked_add(n.into())
+            const LARGEST: i64 = $int::MAX as i64;
+
+            #[inline]
+            fn plus(self, n: i8) -> Self {
+                self.wrapping_add(n.into())
             }
 
+            #[inline]
             fn continues(block: &[Self; BLOCK], first: Self) -> bool {
                 let mut difference = 0;
                 let mut expected = first;
@@ -43,19 +50,29 @@ raw_index!(i64);
 
 /// Returns the number of leading values that ascend by one each. `values` is not empty.
 pub(super) fn run_len<T: RawIndex>(values: &[T]) -> usize {
-    let mut end = 1;
     let mut expected = values[0].plus(1);
-    // The largest number has no successor: a run ends there.
-    while let Some(next) = expected.filter(|next| values.get(end) == Some(next)) {
-        if let (Some(block), Some(after)) = (values[end..].first_chunk::<BLOCK>(), next.plus(32))
-            && T::continues(block, next)
-        {
-            end += BLOCK;
-            expected = Some(after);
-        } else {
-            end += 1;
-            expected = next.plus(1);
-        }
+    if values.get(1) != Some(&expected) {
+        return 1;
+    }
+    let room = usize::try_from(T::LARGEST.saturating_sub(values[0].into()));
+    let values = &values[..values.len().min(room.map_or(usize::MAX, |room| room.saturating_add(1)))];
+    let mut end = 1;
+    while let Some(block) = values[end..].first_chunk()
+        && T::continues(block, expected)
+    {
+        end += BLOCK;
+        expected = expected.plus(32);
+    }
+    // A rest that is shorter than a block is compared together with values before it.
+    if values.len() < end + BLOCK
+        && let Some(block) = values.last_chunk()
+        && T::continues(block, block[0])
+    {
+        return values.len();
+    }
+    while values.get(end) == Some(&expected) {
+        end += 1;
+        expected = expected.plus(1);
     }
     end
 }

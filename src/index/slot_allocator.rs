@@ -23,7 +23,7 @@ use super::free_list::{FencedIndices, Fit, FreeList, Order, Run};
 use super::free_times::{FreeTimes, Moment};
 use super::mask::Mask;
 use super::owners::{Owners, SharingReservation};
-pub use held::{Held, Whole};
+pub use held::Held;
 
 /// Identifies a fenced free until its fence has passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -199,12 +199,6 @@ impl SlotAllocator {
         Slot::new(page.number() * self.page_size)
     }
 
-    /// Returns the page of `slot`.
-    #[must_use]
-    pub fn page_of(&self, slot: Slot) -> Page {
-        Page::new(slot.number() / self.page_size)
-    }
-
     /// Returns [`SlotAllocator::page_size`] as `u32`.
     pub(super) const fn slots_of_a_page(&self) -> u32 {
         self.page_size
@@ -240,7 +234,7 @@ impl SlotAllocator {
             return Ok(None);
         }
         let mut slots = try_with_capacity(count)?;
-        if self.page_size == 1 {
+        if self.page_size == 1 && self.order() == Order::Sorted {
             slots.resize(count, T::default());
             self.pages.alloc_into(&mut slots);
             return Ok(Some(slots));

@@ -166,12 +166,17 @@ impl Region {
 
     /// Creates a region that takes over `indices`, without a copy.
     #[must_use]
-    pub fn from_indices(mut indices: IndexVec) -> Self {
+    pub fn from_indices(indices: IndexVec) -> Self {
+        Self::from_living_indices(indices, None)
+    }
+
+    /// Works like [`Region::from_indices`], and keeps `life` until the region is dropped.
+    pub(crate) fn from_living_indices(mut indices: IndexVec, life: Option<Life>) -> Self {
         let block = match &mut indices {
             IndexVec::I32(values) => block_of(values),
             IndexVec::I64(values) => block_of(values),
         };
-        Self { block, device: Device::Cpu, origin: Origin::Indices { elements: indices }, life: None }
+        Self { block, device: Device::Cpu, origin: Origin::Indices { elements: indices }, life }
     }
 
     /// Returns whether the region was made [of indices](Region::from_indices).

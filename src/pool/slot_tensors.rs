@@ -10,8 +10,8 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use crate::base::{
-    Device, Epoch, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot,
-    try_collect, try_with_capacity, widen,
+    Device, Epoch, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, Life, PADDING, Page, Result,
+    Slot, try_collect, try_with_capacity, widen,
 };
 use crate::index::{
     CallRecord, Fit, Ledger, Ledgered, OnBadFree, Order, Owner, Run, SlotAllocator, SlotStats,
@@ -233,18 +233,24 @@ impl SlotTensors {
         matches!(self.on_bad_free, OnBadFree::Fail)
     }
 
-    /// Takes `count` slots: a 1-D tensor, valid on `stream`.
+    /// Takes `count` slots and passes them to `put`, once: they are large, and every result around them would
+    /// be a copy. A tensor is 1-D and valid on `stream`.
     #[inline]
-    pub(super) fn alloc(&mut self, count: usize, stream: Stream) -> Result<TakeResult<GrantedSlots>> {
+    pub(super) fn alloc(
+        &mut self,
+        count: usize,
+        stream: Stream,
+        put: impl FnOnce(GrantedSlots, &Self),
+    ) -> Result<TakeResult<()>> {
         if self.must_land_before(|| count) {
             return Ok(Err(Shortage::InFlight));
         }
         self.grants.reserve()?;
         let Some(stage) = &mut self.stage else {
             return match self.index_dtype {
-                _ if count == 1 => Ok(self.alloc_one()),
-                IndexDType::I32 => self.alloc_on_host::<i32>(count),
-                IndexDType::I64 => self.alloc_on_host::<i64>(count),
+                _ if count == 1 => self.alloc_one(put),
+                IndexDType::I32 => self.alloc_on_host::<i32>(count, put),
+                IndexDType::I64 => self.alloc_on_host::<i64>(count, put),
             };
         };
         if !stage.has_ready(count) || self.slots.merges_for(count) {
@@ -266,20 +272,26 @@ impl SlotTensors {
         let mut view = view?;
         let run = if let [run] = self.runs[..] { Some(self.slots.first_slot(run.start)) } else { None };
         self.list(&mut view, run, false);
-        Ok(Ok(GrantedSlots::Tensor(view)))
+        put(GrantedSlots::Tensor(view), self);
+        Ok(Ok(()))
     }
 
     /// Records the tensor in which slots are handed out: `run` is the first one, if they ascend by one;
     /// `continues` says whether some are in pages of earlier tensors.
     fn list(&mut self, view: &mut TensorView, run: Option<Slot>, continues: bool) {
         let count = view.shape().numel();
-        if count == 0 || view.region().has_life() {
+        if view.region().has_life() {
             return;
         }
         let (address, size) = (view.address().addr(), view.dtype().size());
-        let listing = Listing { address, count, size, run, continues };
-        let life = self.grants.add(listing, self.slots.now());
-        view.keep_life(life);
+        if let Some(life) = self.life_of(Listing { address, count, size, run, continues }) {
+            view.keep_life(life);
+        }
+    }
+
+    /// Records a tensor of slots that are handed out, and returns the life that it has to keep.
+    fn life_of(&mut self, listing: Listing) -> Option<Life> {
+        (listing.count > 0).then(|| self.grants.add(listing, self.slots.now()))
     }
 
     /// Works like [`Self::list`], for a copy of the tensor in which slots were handed out.
@@ -366,29 +378,32 @@ impl SlotTensors {
 
     /// Works like [`Self::alloc`] in host memory.
     #[inline]
-    fn alloc_on_host<T: IndexNumber>(&mut self, count: usize) -> Result<TakeResult<GrantedSlots>> {
+    fn alloc_on_host<T: IndexNumber>(
+        &mut self,
+        count: usize,
+        put: impl FnOnce(GrantedSlots, &Self),
+    ) -> Result<TakeResult<()>> {
         let Some(slots) = self.slots.alloc::<T>(count)? else { return Ok(Err(self.short(count))) };
-        let run = self.run_of(&slots);
-        let mut view = TensorView::from_indices(T::values(slots));
-        self.list(&mut view, run, false);
-        Ok(Ok(GrantedSlots::Tensor(view)))
+        let slots = T::values(slots);
+        let (address, size, run) = (slots.address(), slots.dtype().size(), self.run_of(&slots));
+        let life = self.life_of(Listing { address, count, size, run, continues: false });
+        put(GrantedSlots::Tensor(TensorView::from_living_indices(slots, life)), self);
+        Ok(Ok(()))
     }
 
-    /// Returns the first of slots that were taken just now, if they ascend by one.
-    fn run_of<T: IndexNumber>(&self, slots: &[T]) -> Option<Slot> {
-        let (first, last) = (slots.first()?.number(), slots.last()?.number());
-        // In sorted order slots ascend, so the ends tell.
-        let ascend =
-            || self.need_sort() || slots.iter().zip(first..).all(|(slot, number)| slot.number() == number);
-        (widen(last.wrapping_sub(first)) == slots.len() - 1 && ascend()).then(|| Slot::new(first))
+    /// Returns the first of slots that were taken just now, if it is known that they ascend by one: in sorted
+    /// order the ends tell.
+    fn run_of(&self, slots: &IndexVec) -> Option<Slot> {
+        if self.need_sort() && slots.ends_like_a_run() { first_of(slots) } else { None }
     }
 
     /// Works like [`Self::alloc`] of one slot in host memory.
     #[inline]
-    fn alloc_one(&mut self) -> TakeResult<GrantedSlots> {
+    #[expect(clippy::unnecessary_wraps, reason = "its caller returns it as it is")]
+    fn alloc_one(&mut self, put: impl FnOnce(GrantedSlots, &Self)) -> Result<TakeResult<()>> {
         let mut page = None;
         self.slots.alloc_pages(1, |run| page = Some(run.start));
-        let Some(page) = page else { return Err(self.short(1)) };
+        let Some(page) = page else { return Ok(Err(self.short(1))) };
         let (slot, dtype) = (self.slots.first_slot(page), self.index_dtype);
         // The tensor keeps the life that begins when its address is known.
         let export = match dtype {
@@ -398,7 +413,8 @@ impl SlotTensors {
         let (address, size) = (export.address(), dtype.dtype().size());
         let listing = Listing { address, count: 1, size, run: Some(slot), continues: false };
         let life = self.grants.add(listing, self.slots.now());
-        Ok(GrantedSlots::One(OneSlot { slot, dtype, export: Some(export.with_life(life)) }))
+        put(GrantedSlots::One(OneSlot { slot, dtype, export: Some(export.with_life(life)) }), self);
+        Ok(Ok(()))
     }
 
     /// Takes one ascending run of `count` slots.
@@ -419,7 +435,7 @@ impl SlotTensors {
         };
         match taken {
             Some(slots) => {
-                let run = slots.iter().next().and_then(|slot| u32::try_from(slot).ok()).map(Slot::new);
+                let run = first_of(&slots);
                 let mut view = self.hand_out(slots, &[], stream)?;
                 self.list(&mut view, run, false);
                 Ok(Ok(view))
@@ -642,4 +658,10 @@ impl SlotTensors {
 
 fn numbers_of(pages: &[Page]) -> Result<Vec<i32>> {
     try_collect(pages.iter().map(|page| page.number().cast_signed()))
+}
+
+/// Returns the first of slots.
+fn first_of(slots: &IndexVec) -> Option<Slot> {
+    let (first, _) = slots.ends()?;
+    u32::try_from(first).ok().map(Slot::new)
 }

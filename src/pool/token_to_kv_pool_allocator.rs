@@ -188,13 +188,13 @@ impl TokenToKvPoolAllocator {
     /// the driver refuses; see [`Self::poll`]. Nothing is taken.
     #[inline]
     pub fn alloc(&self, count: usize, stream: Stream) -> Result<Option<Grant<'_>>> {
-        // The grant is written in place, because it is large and every result around it would be a copy.
-        let mut granted = None;
+        let mut grant = None;
         self.alloc_with(stream, |slots| {
-            let taken = slots.alloc(count, stream)?;
-            Ok(taken.map(|taken| granted = Some(Grant::new(self, taken, Vec::new(), slots))))
-        })
-        .map(|_| granted)
+            slots.alloc(count, stream, |granted, slots| {
+                grant = Some(Grant::new(self, granted, Vec::new(), slots));
+            })
+        })?;
+        Ok(grant)
     }
 
     /// Takes `count` pages for a prefix cache, the `owner`. `None` if there are not enough, or `epoch` is

@@ -71,15 +71,20 @@ impl TensorView {
     /// Creates a 1-D tensor on the host that takes over `indices`, in their dtype.
     #[must_use]
     pub fn from_indices(indices: IndexVec) -> Self {
+        Self::from_living_indices(indices, None)
+    }
+
+    /// Works like [`TensorView::from_indices`], and keeps `life` until the memory is freed.
+    pub(crate) fn from_living_indices(indices: IndexVec, life: Option<Life>) -> Self {
         let len = signed(indices.len());
-        Self::with_shape(indices, &[len])
+        Self::with_shape(indices, &[len], life)
     }
 
     /// Creates a 2-D int32 tensor `[pairs.len() / 2, 2]` on the host that takes over `pairs`.
     #[must_use]
     pub fn from_pairs(pairs: Vec<i32>) -> Self {
         let rows = signed(pairs.len() / 2);
-        Self::with_shape(IndexVec::I32(pairs), &[rows, 2])
+        Self::with_shape(IndexVec::I32(pairs), &[rows, 2], None)
     }
 
     /// Creates a 1-D bool tensor on the host.
@@ -188,13 +193,13 @@ impl TensorView {
         Ok(Self { region, offset: 0, ..self.clone() })
     }
 
-    /// Creates a tensor over `values`. `shape` has at most `MAX_NDIM` extents, whose product is the length of
+    /// Creates a tensor over `values`, which keeps `life`. `shape` has at most `MAX_NDIM` extents, whose product is the length of
     /// `values`.
-    fn with_shape(values: IndexVec, shape: &[i64]) -> Self {
+    fn with_shape(values: IndexVec, shape: &[i64], life: Option<Life>) -> Self {
         let shape = Dims::new(shape).unwrap_or_else(|_| unreachable!("at most two dimensions"));
         let dtype = values.dtype();
         Self {
-            region: Arc::new(Region::from_indices(values)),
+            region: Arc::new(Region::from_living_indices(values, life)),
             offset: 0,
             dtype,
             shape,

@@ -6,7 +6,7 @@ use std::slice::IterMut;
 use crate::base::bounded::narrow;
 use crate::base::{IndexNumber, Result, try_zeros, widen};
 use crate::index::Bitmap;
-use crate::index::mask::Mask;
+use crate::index::mask::{Mask, only_run};
 
 /// A state in which an index cannot be freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -380,31 +380,41 @@ fn give_back_masks(
     done
 }
 
-/// Lists indices from `base` on whose `bits` are set until `out` is full, and returns the remaining bits.
+/// Lists indices from `base` on whose `bits` are set in `out`, until that is full: what remains of it is left
+/// there. Returns the bits of the others.
 #[inline]
 fn list<T: IndexNumber>(base: u32, bits: u64, out: &mut IterMut<'_, T>) -> u64 {
-    if bits == u64::MAX && out.len() >= 64 {
-        for (slot, index) in out.take(64).zip(base..) {
-            *slot = T::of(index);
-        }
-        return 0;
-    }
-    let mut left = bits;
-    // In a pool with few free slots, a word usually has one of them.
-    if left & left.wrapping_sub(1) == 0 {
-        if left != 0
+    // In a pool with few free slots, a word usually has one of them; in one with many they are a run.
+    if bits & bits.wrapping_sub(1) == 0 {
+        if bits != 0
             && let Some(slot) = out.next()
         {
-            *slot = T::of(base + left.trailing_zeros());
+            *slot = T::of(base + bits.trailing_zeros());
             return 0;
         }
-        return left;
+        return bits;
     }
-    while left != 0
-        && let Some(slot) = out.next()
-    {
+    let (left, rest) = list_many(base, bits, std::mem::take(out).into_slice());
+    *out = rest.iter_mut();
+    left
+}
+
+/// Works like [`list`], and also returns the rest of `out`. A function of its own, so that the loop over single
+/// indices has all registers.
+#[inline(never)]
+fn list_many<T: IndexNumber>(base: u32, bits: u64, out: &mut [T]) -> (u64, &mut [T]) {
+    if let Some(run) = only_run(bits) {
+        let (front, rest) = out.split_at_mut(out.len().min(run.len()));
+        for (slot, index) in front.iter_mut().zip(base + run.start..) {
+            *slot = T::of(index);
+        }
+        return (if front.len() == run.len() { 0 } else { bits & bits << front.len() }, rest);
+    }
+    let (front, rest) = out.split_at_mut(out.len().min(widen(bits.count_ones())));
+    let mut left = bits;
+    for slot in front {
         *slot = T::of(base + left.trailing_zeros());
         left &= left - 1;
     }
-    left
+    (left, rest)
 }

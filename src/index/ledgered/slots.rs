@@ -302,7 +302,8 @@ impl Ledgered<SlotAllocator> {
     }
 
     /// Frees values that the caller may free, as far as it is known: at once, or when the group ends.
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "it is on the path of every free")]
     fn free_checked(
         &mut self,
         values: &IndexVec,

@@ -102,7 +102,7 @@ impl SlotAllocator {
     /// other pages.
     #[must_use]
     pub fn may_be_stale(&self, values: &IndexVec, held: Held) -> bool {
-        if held.is_over || held.since == self.now() {
+        if held.is_over || held.is_whole || held.since == self.now() {
             return held.is_over;
         }
         match values {
@@ -160,7 +160,7 @@ impl SlotAllocator {
         Ok((bad.dropped() > 0).then_some((IndexVec::I64(kept), bad)))
     }
 
-    /// Returns whether the last free left the times of its pages to the caller: see [`Held::whole`].
+    /// Returns whether the last free left the times of its pages to the caller: see [`Held::is_whole`].
     #[must_use]
     pub const fn has_left_times(&self) -> bool {
         self.has_left_times
@@ -182,22 +182,19 @@ impl SlotAllocator {
         on_bad: OnBadFree,
         explain: impl FnOnce(&mut BadFrees),
     ) -> Result<BadFrees> {
-        let whole = held.and_then(|held| held.whole);
+        let is_whole = held.is_some_and(|held| held.is_whole);
         if fence.is_none()
             && let Some(page) = self.only_page(values)
         {
             // An empty batch, so that the previous one does not count as the last.
             self.owners.remove(FreeTiming::Now).commit();
             let mask = Mask::of(page.number());
-            let is_left = whole.is_some_and(|whole| whole.is_freed_by(&[mask]));
             let mut batch = self.pages.begin_free(FreeTiming::Now);
             batch.add(mask);
             if batch.check().is_ok() {
-                if !is_left {
-                    self.free_times.record([mask]);
-                }
+                self.free_times.record([mask]);
                 batch.commit();
-                self.has_left_times = is_left;
+                self.has_left_times = false;
                 return Ok(BadFrees::default());
             }
             drop(batch);
@@ -221,7 +218,7 @@ impl SlotAllocator {
         let bad = on_bad_frees(bad, on_bad, Slot::NOUN, values.len(), capacity)?;
         let listed = batch.check().and_then(|()| owners.check());
         let is_plain = dropped == 0 && owners.pages().is_empty() && listed.is_ok();
-        let is_left = is_plain && whole.is_some_and(|whole| whole.is_freed_by(batch.masks()));
+        let is_left = is_whole && is_plain;
         match (listed, fence) {
             (Ok(()), fence) => {
                 if let Some(fence) = fence {

@@ -1,9 +1,7 @@
 //! What a caller knows of the slots that it frees.
 
 use crate::base::Page;
-use crate::index::free_list::Run;
 use crate::index::free_times::Moment;
-use crate::index::mask::Mask;
 
 use super::SlotAllocator;
 
@@ -16,28 +14,10 @@ pub struct Held {
     pub since: Moment,
     /// Whether a free of the whole list has ended the hold.
     pub is_over: bool,
-    /// Given if the values are the whole list as it was handed out, and no other list has their pages. The
-    /// caller then records the end of the hold itself, which costs less than to record it for each page.
-    pub whole: Option<Whole>,
-}
-
-/// How it is known that values are a whole list as it was handed out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whole {
-    /// They are if their pages are these.
-    Run(Run<Page>),
-    /// The caller knows it.
-    List,
-}
-
-impl Whole {
-    /// Returns whether a free of `freed` pages is one of the whole list.
-    pub(super) fn is_freed_by(self, freed: &[Mask]) -> bool {
-        match self {
-            Self::List => true,
-            Self::Run(run) => Mask::of_range(run.range()).eq(freed.iter().copied()),
-        }
-    }
+    /// Whether the values are the whole list as it was handed out, none of them is stale, and no other list has
+    /// their pages. The caller then records the end of the hold itself, which costs less than to record it for
+    /// each of many scattered pages.
+    pub is_whole: bool,
 }
 
 impl Held {

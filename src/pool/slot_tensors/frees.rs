@@ -101,7 +101,7 @@ impl SlotTensors {
         }
         let held = grant.map(|grant| grant.held);
         let bad = self.slots.free_held(given, held, fence, self.on_bad_free)?;
-        if let Some(grant) = grant.filter(|grant| grant.held.whole.is_some() && self.slots.has_left_times()) {
+        if let Some(grant) = grant.filter(|grant| grant.held.is_whole && self.slots.has_left_times()) {
             self.grants.end(grant);
         }
         Ok(bad)
@@ -116,8 +116,7 @@ impl SlotTensors {
         source: Option<Source<'_>>,
     ) -> std::result::Result<Option<HeldGrant>, Unproven> {
         let Some(Source { origin, writes }) = source else { return Ok(None) };
-        let page_of = |slot| self.slots.page_of(slot);
-        self.grants.held(values, &origin, writes, page_of, |held| self.slots.may_be_stale(values, held))
+        self.grants.held(values, &origin, writes, |held| self.slots.may_be_stale(values, held))
     }
 
     /// Works like [`Self::free_values`] for indices on any device.

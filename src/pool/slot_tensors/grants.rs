@@ -2,9 +2,8 @@
 
 use std::fmt;
 
-use crate::base::bounded::narrow;
-use crate::base::{Id, IndexVec, Life, LifeMark, LifeMarks, Page, Result, Slot, try_reserve};
-use crate::index::{Held, Moment, Run, Whole};
+use crate::base::{Id, IndexVec, Life, LifeMark, LifeMarks, Result, Slot, try_reserve, widen};
+use crate::index::{Held, Moment};
 
 /// The tensor from which the values of a call were read.
 #[derive(Clone, Copy)]
@@ -44,7 +43,7 @@ pub(super) struct Listing {
     pub(super) count: usize,
     /// The size of a slot in bytes.
     pub(super) size: usize,
-    /// The first slot, if the slots ascend by one.
+    /// The first slot, if it is known that the slots ascend by one.
     pub(super) run: Option<Slot>,
     /// Whether some slots are in pages of earlier tensors.
     pub(super) continues: bool,
@@ -133,6 +132,12 @@ impl Grants {
         self.continuing += u64::from(listing.continues);
         // Memory that is used again had tensors that are dead.
         let end = self.by_address.partition_point(|grant| grant.listing.address < added.end());
+        if let Some(grant) = self.by_address[..end].last_mut()
+            && grant.listing.address == listing.address
+        {
+            self.marks.reuse(std::mem::replace(grant, added).mark);
+            return life;
+        }
         let mut begin = end;
         while begin > 0 && self.by_address[begin - 1].end() > listing.address {
             begin -= 1;
@@ -162,7 +167,8 @@ impl Grants {
         self.find(address).map(|at| self.by_address[at].since)
     }
 
-    /// Returns what a caller knows of values that it has read from `origin`.
+    /// Returns what a caller knows of values that it has read from `origin`; `None` if that makes no difference
+    /// to a free.
     ///
     /// # Errors
     /// [`Unproven`] if the values may have been written there, and the answer matters to the call;
@@ -173,17 +179,11 @@ impl Grants {
         values: &IndexVec,
         origin: &TensorOrigin<'_>,
         writes: Option<Writes>,
-        page_of: impl Fn(Slot) -> Page,
         matters: impl FnOnce(Held) -> bool,
     ) -> std::result::Result<Option<HeldGrant>, Unproven> {
         let Some(at) = self.find(origin.address) else { return Ok(None) };
         let grant = &self.by_address[at];
-        let Listing { address, count, run, .. } = grant.listing;
-        // A tensor that continues pages may share them with any before it.
-        let is_exclusive = grant.continuing == self.continuing;
-        let is_whole =
-            is_exclusive && address == origin.address && values.len() == count && origin.step == Some(1);
-        let held = Held { since: grant.since, is_over: grant.is_over, whole: None };
+        let held = Held { since: grant.since, is_over: grant.is_over, is_whole: false };
         let is_stale = matters(held);
         if is_stale {
             // A tensor whose writes nobody counts is taken for what it was: the alternative is to believe it.
@@ -191,17 +191,15 @@ impl Grants {
             let unchanged = grant.has_unchanged(values, origin).or(is_unwritten).ok_or(Unproven)?;
             return Ok(unchanged.then_some(HeldGrant { at, held }));
         }
-        let whole = match run {
-            _ if !is_whole => None,
-            Some(first) => {
-                let last = Slot::new(first.number() + narrow(count - 1));
-                let (start, end) = (page_of(first), page_of(last).number() + 1);
-                Some(Whole::Run(Run { start, len: end - start.number() }))
-            }
-            None if count < PROVEN_FROM => None,
-            None => (writes.ok_or(Unproven)? == Writes::None).then_some(Whole::List),
-        };
-        Ok(Some(HeldGrant { at, held: Held { whole, ..held } }))
+        let Listing { address, count, .. } = grant.listing;
+        // A tensor that continues pages may share them with any before it.
+        let is_whole = grant.continuing == self.continuing
+            && address == origin.address
+            && values.len() == count
+            && origin.step == Some(1)
+            && needs_proof(values)
+            && writes.ok_or(Unproven)? == Writes::None;
+        Ok(is_whole.then_some(HeldGrant { at, held: Held { is_whole, ..held } }))
     }
 
     /// Records that a free of the whole tensor has ended its hold.
@@ -210,13 +208,14 @@ impl Grants {
     }
 }
 
-/// Scattered slots from which on it costs less to ask the framework whether a tensor was written to than to
-/// record the free of each.
-const PROVEN_FROM: usize = 64;
-
-/// Returns whether a free of values, if they are a whole tensor, has to know whether that was written to.
+/// Returns whether a free of values, if they are a whole tensor, has to know whether that was written to: to
+/// ask the framework costs less than to record the free of values that lie in many words.
+#[inline]
 pub(super) fn needs_proof(values: &IndexVec) -> bool {
-    values.len() >= PROVEN_FROM && !values.ends_like_a_run()
+    /// The number of words.
+    const MANY: u32 = 48;
+    let lie_apart = |(first, last): (i64, i64)| last.abs_diff(first) / 64 >= MANY.into();
+    values.len() >= widen(MANY) && !values.ends_like_a_run() && values.ends().is_some_and(lie_apart)
 }
 
 /// A hold, and the tensor it is of.
