@@ -122,19 +122,21 @@ impl FreeTimes {
 
     /// Returns whether `index`, any number, was freed after `moment`.
     pub(super) fn is_freed_since(&self, index: u32, moment: Moment) -> bool {
-        let Some(of_word) = self.of_words.get(widen(index / 64)) else { return false };
-        if of_word.any <= moment.0 {
-            return false;
-        }
-        let has = |part: &&Part| part.bits >> (index % 64) & 1 == 1;
-        let of_parts = of_word.parts.iter().filter(has).map(|part| part.time);
-        of_parts.chain([of_word.whole, self.of_indices[widen(index)]]).any(|time| time > moment.0)
+        self.is_any_freed_since(Mask::of(index), moment)
     }
 
-    /// Returns whether an index of a word, any number, was freed after `moment`.
+    /// Returns whether one of the indices of a mask, any numbers, was freed after `moment`.
     #[inline]
-    pub(super) fn is_word_freed_since(&self, word: u32, moment: Moment) -> bool {
-        self.of_words.get(widen(word)).is_some_and(|word| word.any > moment.0)
+    pub(super) fn is_any_freed_since(&self, mask: Mask, moment: Moment) -> bool {
+        let of_word = self.of_words.get(widen(mask.word)).filter(|of_word| of_word.any > moment.0);
+        of_word.is_some_and(|of_word| self.is_any_of(of_word, mask, moment))
+    }
+
+    fn is_any_of(&self, of_word: &WordTimes, mask: Mask, moment: Moment) -> bool {
+        let is_later = |part: &Part| part.time > moment.0 && part.bits & mask.bits != 0;
+        of_word.whole > moment.0
+            || of_word.parts.iter().any(is_later)
+            || mask.indices().any(|index| self.of_indices[widen(index)] > moment.0)
     }
 }
 
@@ -173,9 +175,10 @@ mod tests {
                     for (index, &last) in (0..).zip(&model) {
                         prop_assert_eq!(times.is_freed_since(index, moment), last > moment.0);
                     }
-                    for (word, indices) in (0..).zip(model.chunks(64)) {
-                        let is_freed = indices.iter().any(|&last| last > moment.0);
-                        prop_assert_eq!(times.is_word_freed_since(word, moment), is_freed);
+                    for bits in [u64::MAX, 0xff << 8, u64::MAX << 60, 1] {
+                        let mask = Mask { word: 1, bits };
+                        let is_freed = mask.indices().any(|index| model[widen(index)] > moment.0);
+                        prop_assert_eq!(times.is_any_freed_since(mask, moment), is_freed);
                     }
                 }
             }

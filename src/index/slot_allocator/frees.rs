@@ -98,8 +98,7 @@ impl SlotAllocator {
         self.fences.iter().any(|(fence, _)| *fence == id)
     }
 
-    /// Returns whether a caller with this hold may no longer have some of the values. It may do so because of
-    /// other pages.
+    /// Returns whether a caller with this hold may no longer have some of the values.
     #[must_use]
     pub fn may_be_stale(&self, values: &IndexVec, held: Held) -> bool {
         if held.is_over || held.is_whole || held.since == self.now() {
@@ -119,8 +118,8 @@ impl SlotAllocator {
             let (Ok(first), Ok(last)) = (u32::try_from(first), u32::try_from(first + signed(len) - 1)) else {
                 continue;
             };
-            let mut words = first / self.page_size / 64..last / self.page_size / 64 + 1;
-            if words.any(|word| self.free_times.is_word_freed_since(word, since)) {
+            let mut pages = Mask::of_range(first / self.page_size..(last / self.page_size).saturating_add(1));
+            if pages.any(|pages| self.free_times.is_any_freed_since(pages, since)) {
                 return true;
             }
         }
