@@ -172,3 +172,40 @@ pub fn ascending_runs(values: &IndexVec) -> Result<Vec<i32>> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Values that ascend from `first` on, up to the largest number and from the smallest one on.
+    fn ascending(first: i32, count: usize) -> Vec<i32> {
+        std::iter::successors(Some(first), |value| Some(value.wrapping_add(1))).take(count).collect()
+    }
+
+    #[test]
+    fn a_run_ends_at_any_place() {
+        for count in 1..=2 * BLOCK + 5 {
+            let values = ascending(-7, count);
+            assert_eq!(run_len(&values), count);
+            for end in 1..count {
+                for other in [-1, 1, i32::MAX] {
+                    let mut values = values.clone();
+                    values[end] = values[end].wrapping_add(other);
+                    assert_eq!(run_len(&values), end, "{count} values");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_largest_number_has_no_successor() {
+        for before in 0..=BLOCK + 2 {
+            for after in [0, 1, BLOCK - 1, BLOCK, 3 * BLOCK] {
+                let first = i32::MAX - i32::try_from(before).expect("it is small");
+                assert_eq!(run_len(&ascending(first, before + 1 + after)), before + 1);
+            }
+        }
+        assert_eq!(run_len(&[i64::MAX - 1, i64::MAX, i64::MIN]), 2);
+        assert_eq!(run_len(&[i64::MIN, i64::MIN + 1, 0]), 2);
+    }
+}
