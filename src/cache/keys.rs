@@ -147,7 +147,8 @@ impl PageKeys {
         keys
     }
 
-    /// Removes pages that can no longer be found, and returns their keys. Pages without a key are left out.
+    /// Removes pages that can no longer be found, and appends their keys to `removed`. Pages without a key are
+    /// left out.
     pub(super) fn remove(&mut self, pages: &[Page], removed: &mut Vec<PageHash>) {
         removed.extend(pages.iter().filter_map(|page| self.by_page.remove(page)));
     }

@@ -136,7 +136,9 @@ impl FreeTimes {
         let is_later = |part: &Part| part.time > moment.0 && part.bits & mask.bits != 0;
         of_word.whole > moment.0
             || of_word.parts.iter().any(is_later)
-            || mask.indices().any(|index| self.of_indices[widen(index)] > moment.0)
+            || mask.ranges().any(|range| {
+                self.of_indices[widen(range.start)..widen(range.end)].iter().any(|&time| time > moment.0)
+            })
     }
 }
 

@@ -248,7 +248,7 @@ impl SlotTensors {
         self.grants.reserve()?;
         let Some(stage) = &mut self.stage else {
             return match self.index_dtype {
-                _ if count == 1 => self.alloc_one(put),
+                _ if count == 1 => Ok(self.alloc_one(put)),
                 IndexDType::I32 => self.alloc_on_host::<i32>(count, put),
                 IndexDType::I64 => self.alloc_on_host::<i64>(count, put),
             };
@@ -399,11 +399,10 @@ impl SlotTensors {
 
     /// Works like [`Self::alloc`] of one slot in host memory.
     #[inline]
-    #[expect(clippy::unnecessary_wraps, reason = "its caller returns it as it is")]
-    fn alloc_one(&mut self, put: impl FnOnce(GrantedSlots, &Self)) -> Result<TakeResult<()>> {
+    fn alloc_one(&mut self, put: impl FnOnce(GrantedSlots, &Self)) -> TakeResult<()> {
         let mut page = None;
         self.slots.alloc_pages(1, |run| page = Some(run.start));
-        let Some(page) = page else { return Ok(Err(self.short(1))) };
+        let Some(page) = page else { return Err(self.short(1)) };
         let (slot, dtype) = (self.slots.first_slot(page), self.index_dtype);
         // The tensor keeps the life that begins when its address is known.
         let export = match dtype {
@@ -414,7 +413,7 @@ impl SlotTensors {
         let listing = Listing { address, count: 1, size, run: Some(slot), continues: false };
         let life = self.grants.add(listing, self.slots.now());
         put(GrantedSlots::One(OneSlot { slot, dtype, export: Some(export.with_life(life)) }), self);
-        Ok(Ok(()))
+        Ok(())
     }
 
     /// Takes one ascending run of `count` slots.

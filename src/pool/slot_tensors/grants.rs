@@ -132,6 +132,7 @@ impl Grants {
         self.continuing += u64::from(listing.continues);
         // Memory that is used again had tensors that are dead.
         let end = self.by_address.partition_point(|grant| grant.listing.address < added.end());
+        // As a rule it is the same piece again.
         if let Some(grant) = self.by_address[..end].last_mut()
             && grant.listing.address == listing.address
         {
