@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     # Arguments: a module, its query, key, value and mask, and the options of an attention function.
     Attend = Callable[..., torch.Tensor]
@@ -69,7 +69,7 @@ def use(attend: Attend, make_mask: MakeMask = _no_mask) -> Iterator[None]:
 @contextmanager
 def implemented(model: PreTrainedModel) -> Iterator[None]:
     """Let a model call the attention "kvpool", for the length of a block."""
-    before = model.config._attn_implementation  # noqa: SLF001 - there is no public accessor
+    before = _implementation(model.config)
     install(model)
     try:
         yield
@@ -82,19 +82,26 @@ def install(model: PreTrainedModel) -> None:
     model.set_attn_implementation(_NAME)
 
 
-def check_installed(model: PreTrainedModel) -> None:
+def check_installed(config: PretrainedConfig) -> None:
     """Refuse a model that would call another attention.
+
+    Args:
+        config: The configuration of its decoder.
 
     Raises:
         ConfigError: If its attention was set to another one.
     """
-    config: Any = model.config.get_text_config(decoder=True)
-    if config._attn_implementation != _NAME:  # noqa: SLF001 - there is no public accessor
+    implementation = _implementation(config)
+    if implementation != _NAME:
         raise ConfigError(
-            f"the attention of {config.model_type} was set to {config._attn_implementation!r} after "  # noqa: SLF001
-            f'PooledModel set it to "{_NAME}": set it back, and give models that need another one a '
-            "configuration of their own"
+            f"the attention of {config.model_type} was set to {implementation!r} after PooledModel set it to "
+            f'"{_NAME}": set it back, and give models that need another one a configuration of their own'
         )
+
+
+def _implementation(config: PretrainedConfig) -> str | None:
+    name: str | None = config._attn_implementation  # noqa: SLF001 - there is no public accessor
+    return name
 
 
 def dense_attention(

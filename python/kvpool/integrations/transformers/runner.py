@@ -52,6 +52,7 @@ class Runner:
         self._model, self._layout = model, layout
         self._kv_pool, self._gdn_pool = kv_pool, gdn_pool
         self._cache_argument = cache_argument(model)
+        self._config = model.config.get_text_config(decoder=True)
 
     @torch.no_grad()
     def forward(
@@ -62,7 +63,7 @@ class Runner:
             raise ConfigError(
                 f"token_ids has shape {tuple(token_ids.shape)}, the plan {plan.padded_num_tokens} new tokens"
             )
-        attention.check_installed(self._model)
+        attention.check_installed(self._config)
         step = PoolAttention(plan, self._kv_pool, wait_layer)
         found = sum(len(group.requests) for group in step.groups)
         if found == 0 or found != plan.padded_batch_size:
