@@ -1,5 +1,7 @@
 //! When each index was last freed, so that a hold from before a free is told from one after it.
 
+use std::ops::Range;
+
 use crate::base::{Result, try_zeros, widen};
 
 use super::mask::Mask;
@@ -13,7 +15,7 @@ pub struct Moment(u64);
 ///
 /// A word of 64 indices keeps the last free of all of it, and its last two frees of a part. The time of an
 /// earlier part is written to its indices only when a third one is freed: most parts are freed again as they
-/// were, or border on one other part. The free of a single index is written at once.
+/// were, or border on one other part.
 #[derive(Clone, Debug)]
 pub(super) struct FreeTimes {
     /// The number of frees so far.
@@ -21,17 +23,17 @@ pub(super) struct FreeTimes {
     /// The last free of everything.
     of_all: u64,
     of_words: Vec<WordTimes>,
-    /// The last free of an index by itself, or in a part of its word before the last two.
+    /// The last free of an index in a part of its word before the last two.
     of_indices: Vec<u64>,
 }
 
 /// When indices of a word were freed last.
 #[derive(Clone, Copy, Debug, Default)]
 struct WordTimes {
-    /// The last free of any of them.
-    any: u64,
     /// The last free of all of them at once.
     whole: u64,
+    /// The last of the times that are written to their indices.
+    written: u64,
     /// The last frees of some of them, the last one first.
     parts: [Part; 2],
 }
@@ -44,10 +46,21 @@ struct Part {
 }
 
 impl WordTimes {
+    /// Returns the last free of any of them.
+    #[inline]
+    fn any(&self) -> u64 {
+        self.whole.max(self.written).max(self.parts[0].time)
+    }
+
     /// Adds a free of a part. Returns what an earlier part has that no kept one has.
     #[inline]
     fn add(&mut self, part: Part) -> Part {
         let [last, first] = self.parts;
+        // A call may free a word bit by bit.
+        if last.time == part.time {
+            self.parts[0].bits |= part.bits;
+            return Part::default();
+        }
         // What was freed before the whole word does not matter.
         if last.bits & !part.bits == 0 || last.time <= self.whole {
             self.parts[0] = part;
@@ -81,13 +94,8 @@ impl FreeTimes {
         self.now += 1;
         for Mask { word, bits } in masks {
             let times = &mut self.of_words[widen(word)];
-            times.any = self.now;
             if bits == u64::MAX {
                 times.whole = self.now;
-                continue;
-            }
-            if bits & bits.wrapping_sub(1) == 0 {
-                self.of_indices[widen(word * 64 + bits.trailing_zeros())] = self.now;
                 continue;
             }
             let lost = times.add(Part { time: self.now, bits });
@@ -97,13 +105,13 @@ impl FreeTimes {
         }
     }
 
-    /// Writes the time of a part of a word to its indices. Some may have been freed by themselves since.
+    /// Writes the time of a part of a word to its indices. No part that was written before it is later.
     fn write(&mut self, word: u32, Part { time, bits }: Part) {
+        self.of_words[widen(word)].written = time;
         let of_indices = &mut self.of_indices[widen(word) * 64..][..64];
         let mut left = bits;
         while left != 0 {
-            let last = &mut of_indices[widen(left.trailing_zeros())];
-            *last = time.max(*last);
+            of_indices[widen(left.trailing_zeros())] = time;
             left &= left - 1;
         }
     }
@@ -112,7 +120,7 @@ impl FreeTimes {
     pub(super) fn record_all(&mut self, before: Option<&Self>) {
         self.now = before.map_or(self.now, |before| before.now) + 1;
         self.of_all = self.now;
-        self.of_words.fill(WordTimes { any: self.now, whole: self.now, ..WordTimes::default() });
+        self.of_words.fill(WordTimes { whole: self.now, ..WordTimes::default() });
     }
 
     /// Returns whether everything was freed after `moment`.
@@ -128,7 +136,7 @@ impl FreeTimes {
     /// Returns whether one of the indices of a mask, any numbers, was freed after `moment`.
     #[inline]
     pub(super) fn is_any_freed_since(&self, mask: Mask, moment: Moment) -> bool {
-        let of_word = self.of_words.get(widen(mask.word)).filter(|of_word| of_word.any > moment.0);
+        let of_word = self.of_words.get(widen(mask.word)).filter(|of_word| of_word.any() > moment.0);
         of_word.is_some_and(|of_word| self.is_any_of(of_word, mask, moment))
     }
 
@@ -136,9 +144,12 @@ impl FreeTimes {
         let is_later = |part: &Part| part.time > moment.0 && part.bits & mask.bits != 0;
         of_word.whole > moment.0
             || of_word.parts.iter().any(is_later)
-            || mask.ranges().any(|range| {
-                self.of_indices[widen(range.start)..widen(range.end)].iter().any(|&time| time > moment.0)
-            })
+            || of_word.written > moment.0 && self.is_any_written_since(mask, moment)
+    }
+
+    fn is_any_written_since(&self, mask: Mask, moment: Moment) -> bool {
+        let times = |range: Range<u32>| &self.of_indices[widen(range.start)..widen(range.end)];
+        mask.ranges().any(|range| times(range).iter().any(|&time| time > moment.0))
     }
 }
 
@@ -167,7 +178,9 @@ mod tests {
             let mut model = vec![0; widen(WORDS * 64)];
             for mask in frees {
                 if let Some(mask) = mask {
-                    times.record([mask]);
+                    let (low, high) = (mask.bits & 0xf0f0_f0f0_f0f0, mask.bits & !0xf0f0_f0f0_f0f0);
+                    let parts = [low, high].map(|bits| Mask { bits, ..mask });
+                    times.record(parts.into_iter().filter(|part| part.bits != 0));
                     mask.indices().for_each(|index| model[widen(index)] = times.now().0);
                 } else {
                     times.record_all(None);
