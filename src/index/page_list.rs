@@ -76,6 +76,12 @@ impl PageList {
         try_extend(&mut self.tail, pages)
     }
 
+    /// Appends a page, for which there is room.
+    #[inline]
+    pub fn push(&mut self, page: Page) {
+        self.tail.push(page);
+    }
+
     /// Appends pages, for which there is room.
     #[inline]
     pub fn extend(&mut self, pages: impl Iterator<Item = Page>) {

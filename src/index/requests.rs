@@ -785,8 +785,23 @@ impl NewPages {
         Ok(Self { runs: try_with_capacity(pages.min(FEW))?, at: 0 })
     }
 
-    /// Moves the next `count` pages to the end of `pages`.
+    /// Takes the next page.
+    #[inline]
+    fn next(&mut self) -> Option<Page> {
+        let run = self.runs.get_mut(self.at)?;
+        let page = run.start;
+        *run = Run { start: Page::new(page.number() + 1), len: run.len - 1 };
+        self.at += usize::from(run.len == 0);
+        Some(page)
+    }
+
+    /// Moves the next `count` pages, for which `pages` has room, to its end.
+    #[inline]
     fn move_to(&mut self, pages: &mut PageList, count: u32) {
+        // As in most decode steps.
+        if count == 1 {
+            return self.next().into_iter().for_each(|page| pages.push(page));
+        }
         let mut left = count;
         while left > 0
             && let Some(run) = self.runs.get_mut(self.at)
