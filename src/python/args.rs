@@ -150,6 +150,7 @@ impl IndexArg<'_, '_> {
     }
 
     /// Returns the number of indices.
+    #[inline]
     pub(super) fn len(&self) -> PyResult<usize> {
         match self {
             Self::Host(values, _) => Ok(values.len()),
@@ -387,10 +388,77 @@ pub(super) fn indices<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<IndexA
 }
 
 /// Converts every `step`th of [`indices`].
+#[inline]
 pub(super) fn strided_indices<'a, 'py>(
     object: &'a Bound<'py, PyAny>,
     step: usize,
 ) -> PyResult<IndexArg<'a, 'py>> {
+    let Some(torch) = torch(object.py())?.filter(|torch| torch.is_tensor(object)) else {
+        return indices_of_others(object, step);
+    };
+    let described = torch.describe(object)?;
+    // What `alloc` returns is read without a description of shape and strides.
+    if step == 1
+        && let Some(indices) = described.packed_indices()?
+    {
+        let tensor = HostTensor { address: described.address(), step: Some(1) };
+        return Ok(IndexArg::Host(indices, Some(tensor)));
+    }
+    let found = found_indices(object, step, described.borrow())?;
+    found.or_else(|found| found.indices(object, step, TensorArg::Torch(torch, Cow::Borrowed(object))))
+}
+
+/// Indices on a device.
+struct OnDevice {
+    device: Device,
+    dtype: DType,
+}
+
+/// Reads indices that are in host memory.
+fn found_indices<'a, 'py>(
+    object: &'a Bound<'py, PyAny>,
+    step: usize,
+    found: PyResult<BorrowedTensor<'_>>,
+) -> PyResult<Result<IndexArg<'a, 'py>, OnDevice>> {
+    let found = match found {
+        Ok(found) => found,
+        Err(error) => return indices_by_copy(object, step, error).map(Ok),
+    };
+    if found.device() != Device::Cpu {
+        return Ok(Err(OnDevice { device: found.device(), dtype: found.dtype() }));
+    }
+    let indices = if step == 1 { read_indices(&found) } else { read_indices(&found.step_by(step)?) };
+    Ok(Ok(IndexArg::Host(indices?, Some(HostTensor::of(&found, step)))))
+}
+
+impl OnDevice {
+    /// Returns every `step`th index of `tensor`, which was given as `object`.
+    fn indices<'a, 'py>(
+        self,
+        object: &'a Bound<'py, PyAny>,
+        step: usize,
+        tensor: TensorArg<'a, 'py>,
+    ) -> PyResult<IndexArg<'a, 'py>> {
+        let Self { device, dtype } = self;
+        // PyTorch without an exchange table counts the writes to an imported tensor as well.
+        let is_torch = torch(object.py())?.is_some_and(|torch| torch.is_tensor(object));
+        let version = if is_torch { version_of(object) } else { tensor.version() };
+        let is_narrow = matches!(dtype, DType::I16 | DType::U16 | DType::U32);
+        if is_narrow && let TensorArg::Torch(torch, narrow) = &tensor {
+            // Kernels read 32 and 64 bits. PyTorch's copy lives on its current stream, as the call does.
+            let wide = torch.dtype(object.py(), DType::I64)?;
+            let wide = narrow.call_method1(intern!(object.py(), "to"), (wide,))?;
+            let tensor = TensorArg::Torch(torch, Cow::Owned(wide));
+            return Ok(IndexArg::Device { tensor, device, version: None, step });
+        }
+        check_ints(dtype)?;
+        Ok(IndexArg::Device { tensor, device, version, step })
+    }
+}
+
+/// Works like [`strided_indices`], for all objects but tensors of PyTorch.
+#[inline(never)]
+fn indices_of_others<'a, 'py>(object: &'a Bound<'py, PyAny>, step: usize) -> PyResult<IndexArg<'a, 'py>> {
     let ints = |object| Ok::<_, PyErr>(IndexArg::of_values(every_nth(ints(object)?, step)?));
     if object.is_instance_of::<PyList>()
         || object.is_instance_of::<PyTuple>()
@@ -405,47 +473,8 @@ pub(super) fn strided_indices<'a, 'py>(
         tensor => tensor?,
     };
     if let Some(tensor) = tensor {
-        let found = match &tensor {
-            TensorArg::Torch(torch, tensor) => {
-                let described = torch.describe(tensor)?;
-                // What `alloc` returns is read without a description of shape and strides.
-                if step == 1
-                    && let Some(indices) = described.packed_indices()?
-                {
-                    let tensor = HostTensor { address: described.address(), step: Some(1) };
-                    return Ok(IndexArg::Host(indices, Some(tensor)));
-                }
-                described.borrow()
-            }
-            other => other.borrow(),
-        };
-        let found = match found {
-            Ok(found) => found,
-            Err(error) => return indices_by_copy(object, step, error),
-        };
-        return Ok(match found.device() {
-            Device::Cpu if step == 1 => {
-                IndexArg::Host(read_indices(&found)?, Some(HostTensor::of(&found, 1)))
-            }
-            Device::Cpu => {
-                IndexArg::Host(read_indices(&found.step_by(step)?)?, Some(HostTensor::of(&found, step)))
-            }
-            device @ Device::Cuda(_) => {
-                // PyTorch without an exchange table counts the writes to an imported tensor as well.
-                let is_torch = torch(object.py())?.is_some_and(|torch| torch.is_tensor(object));
-                let version = if is_torch { version_of(object) } else { tensor.version() };
-                let is_narrow = matches!(found.dtype(), DType::I16 | DType::U16 | DType::U32);
-                if is_narrow && let TensorArg::Torch(torch, narrow) = &tensor {
-                    // Kernels read 32 and 64 bits. PyTorch's copy lives on its current stream, as the call does.
-                    let wide = torch.dtype(object.py(), DType::I64)?;
-                    let wide = narrow.call_method1(intern!(object.py(), "to"), (wide,))?;
-                    let tensor = TensorArg::Torch(torch, Cow::Owned(wide));
-                    return Ok(IndexArg::Device { tensor, device, version: None, step });
-                }
-                check_ints(found.dtype())?;
-                IndexArg::Device { tensor, device, version, step }
-            }
-        });
+        let found = found_indices(object, step, tensor.borrow())?;
+        return found.or_else(|found| found.indices(object, step, tensor));
     }
     // Bytes are a sequence of ints in Python, but are never meant as indices.
     let is_bytes = object.is_instance_of::<PyBytes>() || object.is_instance_of::<PyByteArray>();
@@ -556,8 +585,31 @@ pub(super) fn check_signals(py: Python<'_>, count: usize) -> PyResult<()> {
     if count.is_multiple_of(OFTEN) { py.check_signals() } else { Ok(()) }
 }
 
+/// Returns the value of an int of 64 bits, except -1: the frequent case, at the least cost. `None` for every other
+/// object.
+#[inline]
+fn frequent_int(object: &Bound<'_, PyAny>) -> Option<i64> {
+    if !object.is_exact_instance_of::<PyInt>() {
+        return None;
+    }
+    // SAFETY: the thread is attached, and the object is an int.
+    let value = unsafe { pyo3::ffi::PyLong_AsLongLong(object.as_ptr()) };
+    if value == -1 {
+        // It may stand for an error.
+        drop(PyErr::take(object.py()));
+        return None;
+    }
+    Some(value)
+}
+
 /// Converts one index of a sequence.
+#[inline]
 fn item_of(object: &Bound<'_, PyAny>) -> PyResult<i64> {
+    frequent_int(object).map_or_else(|| any_item_of(object), Ok)
+}
+
+/// Works like [`item_of`], for all objects.
+fn any_item_of(object: &Bound<'_, PyAny>) -> PyResult<i64> {
     int(object).map_err(|error| {
         let is_type = error.is_instance_of::<PyTypeError>(object.py());
         if is_type { not_indices_error(&format!("one with {}", kind_of(object))).into() } else { error }
@@ -605,7 +657,17 @@ impl Arg<'_> {
 }
 
 /// Converts a count. An int that does not fit a `usize` becomes `usize::MAX`, which no pool can satisfy.
+#[inline]
 pub(super) fn count(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
+    if let Some(count) = frequent_int(object).and_then(|count| usize::try_from(count).ok()) {
+        return Ok(count);
+    }
+    convert_count(name, object)
+}
+
+/// Works like [`count`], for all objects.
+#[cold]
+fn convert_count(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
     match object.extract::<usize>() {
         Ok(count) => Ok(count),
         Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {

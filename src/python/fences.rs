@@ -24,12 +24,19 @@ struct PythonFence {
 ///
 /// # Errors
 /// `TypeError` if it has no callable `query`.
+#[inline]
 pub(super) fn fence(after: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Arc<dyn Fence>>> {
-    let Some(object) = after else { return Ok(None) };
+    match after {
+        None => Ok(None),
+        Some(object) => fence_of(object).map(Some),
+    }
+}
+
+fn fence_of(object: &Bound<'_, PyAny>) -> PyResult<Arc<dyn Fence>> {
     if !object.getattr("query").is_ok_and(|query| query.is_callable()) {
         return Err(PyTypeError::new_err("after must have a method query() -> bool"));
     }
-    Ok(Some(Arc::new(PythonFence { object: object.clone().unbind(), is_reported: AtomicBool::new(false) })))
+    Ok(Arc::new(PythonFence { object: object.clone().unbind(), is_reported: AtomicBool::new(false) }))
 }
 
 impl Fence for PythonFence {

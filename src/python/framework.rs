@@ -264,8 +264,15 @@ pub(super) const fn stream_of(handle: usize) -> Stream {
 
 /// Returns the stream on which work on `device` is enqueued now: PyTorch's current one, or the default stream
 /// without PyTorch.
+#[inline]
 pub(super) fn current_stream(py: Python<'_>, device: Device) -> PyResult<Stream> {
-    let Device::Cuda(ordinal) = device else { return Ok(Stream::DEFAULT) };
+    match device {
+        Device::Cpu => Ok(Stream::DEFAULT),
+        Device::Cuda(ordinal) => current_stream_of_gpu(py, device, ordinal),
+    }
+}
+
+fn current_stream_of_gpu(py: Python<'_>, device: Device, ordinal: u32) -> PyResult<Stream> {
     if let Some(stream) = STREAM.get() {
         return Ok(stream);
     }

@@ -58,16 +58,22 @@ impl Reporter {
     }
 
     /// Reports the dropped ones of `given` freed `noun`s, if there are any.
+    #[inline]
     pub(super) fn bad_frees(&self, py: Python<'_>, bad: &BadFrees, noun: &str, given: usize, debug: Debug) {
         if bad.dropped() > 0 {
-            let quiet = lock(&self.warnings).count(Instant::now(), debug.is_on());
-            let level = if quiet.is_some() { WARNING } else { DEBUG };
-            let mut text = format!("{}: dropped {}", self.name, bad.describe(noun, given));
-            if let Some(quiet) = quiet.filter(|&quiet| quiet > 0) {
-                let _ = write!(text, "; reports of bad frees since the last warning: {quiet}");
-            }
-            log(py, level, &text);
+            self.report_bad_frees(py, bad, noun, given, debug);
         }
+    }
+
+    #[cold]
+    fn report_bad_frees(&self, py: Python<'_>, bad: &BadFrees, noun: &str, given: usize, debug: Debug) {
+        let quiet = lock(&self.warnings).count(Instant::now(), debug.is_on());
+        let level = if quiet.is_some() { WARNING } else { DEBUG };
+        let mut text = format!("{}: dropped {}", self.name, bad.describe(noun, given));
+        if let Some(quiet) = quiet.filter(|&quiet| quiet > 0) {
+            let _ = write!(text, "; reports of bad frees since the last warning: {quiet}");
+        }
+        log(py, level, &text);
     }
 }
 
