@@ -303,19 +303,41 @@ impl<I: Id> FreeList<I> {
         Ok(true)
     }
 
-    /// Works like [`FreeList::alloc`] in [`Order::Sorted`], but fills `out` with indices.
-    pub(super) fn alloc_into<T: IndexNumber>(&mut self, out: &mut [T]) -> bool {
-        debug_assert_eq!(self.order, Order::Sorted, "others are not the lowest");
-        if out.len() > self.available() {
+    /// Works like [`FreeList::alloc`], for one index.
+    pub(super) fn alloc_one(&mut self) -> Option<I> {
+        if self.records.count(Set::Free) == 0 {
             self.merge();
-            return false;
+        }
+        let index = match self.order {
+            Order::Sorted => self.records.take_first()?,
+            Order::Fifo => {
+                let run = self.unqueue_first(1).or_else(|| self.unrelease_first(1))?;
+                self.records.take_run(run.range());
+                run.start.number()
+            }
+        };
+        self.reached = self.reached.max(index + 1);
+        self.high_water = self.high_water.max(self.in_use());
+        Some(I::new(index))
+    }
+
+    /// Works like [`FreeList::alloc`], but fills `out` with indices, which must be available.
+    pub(super) fn alloc_into<T: IndexNumber>(&mut self, out: &mut [T]) {
+        debug_assert!(out.len() <= self.available(), "the caller has looked");
+        if self.order == Order::Fifo {
+            let mut rest = out.iter_mut();
+            self.alloc(rest.len(), |run| {
+                for (index, place) in run.range().zip(&mut rest) {
+                    *place = T::of(index);
+                }
+            });
+            return;
         }
         self.records.take_lowest(out, out.len() > self.records.count(Set::Free));
         if let Some(highest) = out.last() {
             self.reached = self.reached.max(highest.number() + 1);
         }
         self.high_water = self.high_water.max(self.in_use());
-        true
     }
 
     /// Removes the first run of the queue, or its first `limit` indices.
@@ -330,6 +352,7 @@ impl<I: Id> FreeList<I> {
     }
 
     /// Makes the first released run free, or its first `limit` indices.
+    #[cold]
     fn unrelease_first(&mut self, limit: u32) -> Option<Run<I>> {
         let range = self.records.first_released()?.ranges().next()?;
         let (first, _) = Run::of(&range).split(limit);
@@ -455,10 +478,14 @@ impl<I: Id> FreeList<I> {
     }
 
     /// Makes free or released indices available in the order of the list.
+    #[inline]
     fn queue(&mut self, masks: &[Mask]) {
-        if self.order == Order::Sorted {
-            return;
+        if self.order == Order::Fifo {
+            self.queue_runs(masks);
         }
+    }
+
+    fn queue_runs(&mut self, masks: &[Mask]) {
         let mut last = self.queue.pop_back().map_or(0..0, Run::range);
         for range in masks.iter().flat_map(|mask| mask.ranges()) {
             if range.start == last.end {
@@ -472,16 +499,21 @@ impl<I: Id> FreeList<I> {
     }
 
     /// Appends free indices to the queue; without memory for it, they become released.
-    #[inline]
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a free of scattered indices calls it for each")]
     fn push_run(&mut self, run: Range<u32>) {
         if run.is_empty() {
             return;
         }
         if self.queue.len() == self.queue.capacity() && self.queue.try_reserve(1).is_err() {
-            Mask::of_range(run).for_each(|mask| self.records.shift(mask, Set::Free, Set::Released));
-            return;
+            return self.release_unqueued(run);
         }
         self.queue.push_back(Run::of(&run));
+    }
+
+    #[cold]
+    fn release_unqueued(&mut self, run: Range<u32>) {
+        Mask::of_range(run).for_each(|mask| self.records.shift(mask, Set::Free, Set::Released));
     }
 
     /// Frees live indices without a batch. Needs no memory, and does not change [`FreeList::last_freed`].

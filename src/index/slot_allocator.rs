@@ -234,7 +234,7 @@ impl SlotAllocator {
             return Ok(None);
         }
         let mut slots = try_with_capacity(count)?;
-        if self.page_size == 1 && self.order() == Order::Sorted {
+        if self.page_size == 1 {
             slots.resize(count, T::default());
             self.pages.alloc_into(&mut slots);
             return Ok(Some(slots));
@@ -520,6 +520,11 @@ impl SlotAllocator {
             return false;
         }
         self.pages.alloc(count, emit)
+    }
+
+    /// Works like [`SlotAllocator::alloc_pages`], for one page.
+    pub fn alloc_page(&mut self) -> Option<Page> {
+        self.pages.alloc_one()
     }
 
     /// Works like [`SlotAllocator::alloc_pages`], and appends the runs to `runs`.

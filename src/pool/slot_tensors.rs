@@ -189,9 +189,11 @@ impl SlotTensors {
     /// See [`KvPool::poison`]; the slots are free in either case.
     #[inline]
     pub(super) fn poison(&mut self, stream: Stream) -> Result<()> {
-        if self.poisoned.is_empty() {
-            return Ok(());
-        }
+        if self.poisoned.is_empty() { Ok(()) } else { self.poison_rows(stream) }
+    }
+
+    #[cold]
+    fn poison_rows(&mut self, stream: Stream) -> Result<()> {
         let pages = self.slots.ledger_mut().map_or(Vec::new(), Ledger::take_freed);
         // A page that a copy may still read is poisoned when it is handed out.
         let is_copied =
@@ -318,15 +320,18 @@ impl SlotTensors {
     /// Returns whether a copy may still use free pages.
     #[inline]
     pub(super) fn has_copied(&mut self) -> bool {
-        if !self.copied.is_empty() {
-            self.copied.retain(|copied| !copied.copy.is_over().unwrap_or(false));
-        }
+        !self.copied.is_empty() && self.has_copied_still()
+    }
+
+    #[cold]
+    fn has_copied_still(&mut self) -> bool {
+        self.copied.retain(|copied| !copied.copy.is_over().unwrap_or(false));
         !self.copied.is_empty()
     }
 
     /// Returns the copies that may still use pages which are no longer free, with these pages. The owner of
     /// the pages has to wait for them, without locks.
-    #[inline]
+    #[cold]
     pub(super) fn take_copied(&mut self) -> Vec<CopiedPages> {
         let mut taken = Vec::new();
         for CopiedPages { copy, pages } in &mut self.copied {
@@ -400,9 +405,7 @@ impl SlotTensors {
     /// Works like [`Self::alloc`] of one slot in host memory.
     #[inline]
     fn alloc_one(&mut self, put: impl FnOnce(GrantedSlots, &Self)) -> TakeResult<()> {
-        let mut page = None;
-        self.slots.alloc_pages(1, |run| page = Some(run.start));
-        let Some(page) = page else { return Err(self.short(1)) };
+        let Some(page) = self.slots.alloc_page() else { return Err(self.short(1)) };
         let (slot, dtype) = (self.slots.first_slot(page), self.index_dtype);
         // The tensor keeps the life that begins when its address is known.
         let export = match dtype {

@@ -206,6 +206,20 @@ impl Records {
         }
     }
 
+    /// Makes the lowest free index live.
+    pub(super) fn take_first(&mut self) -> Option<u32> {
+        let block = self.with_free.next_word(0)?;
+        let at = block * 64 + widen(self.with_free.word(block).trailing_zeros());
+        let free = &mut self.sets[at].free;
+        let index = narrow(at) * 64 + free.trailing_zeros();
+        *free &= *free - 1;
+        if *free == 0 {
+            self.with_free.remove(at);
+        }
+        self.counts[Set::Free as usize] -= 1;
+        Some(index)
+    }
+
     /// Makes the lowest free indices live and lists them in `out`. There must be enough to fill it.
     ///
     /// `merge` counts released indices as free and merges them, like [`Records::merge`].
@@ -384,15 +398,17 @@ fn give_back_masks(
 /// there. Returns the bits of the others.
 #[inline]
 fn list<T: IndexNumber>(base: u32, bits: u64, out: &mut IterMut<'_, T>) -> u64 {
-    // In a pool with few free slots, a word usually has one of them; in one with many they are a run.
-    if bits & bits.wrapping_sub(1) == 0 {
-        if bits != 0
+    // In a pool with few free slots, a word usually has one or two of them; in one with many they are a run.
+    let others = bits & bits.wrapping_sub(1);
+    if others & others.wrapping_sub(1) == 0 {
+        let mut left = bits;
+        while left != 0
             && let Some(slot) = out.next()
         {
-            *slot = T::of(base + bits.trailing_zeros());
-            return 0;
+            *slot = T::of(base + left.trailing_zeros());
+            left &= left - 1;
         }
-        return bits;
+        return left;
     }
     let (left, rest) = list_many(base, bits, std::mem::take(out).into_slice());
     *out = rest.iter_mut();

@@ -75,6 +75,14 @@ impl Ledgered<SlotAllocator> {
         })
     }
 
+    /// Calls [`SlotAllocator::alloc_page`] and records it.
+    #[inline]
+    pub fn alloc_page(&mut self) -> Option<Page> {
+        let page = self.inner.alloc_page()?;
+        self.ledger.record_take(page.number()..page.number() + 1);
+        Some(page)
+    }
+
     /// Calls [`SlotAllocator::alloc_page_runs`] and records it.
     ///
     /// # Errors
@@ -123,7 +131,6 @@ impl Ledgered<SlotAllocator> {
     }
 
     /// Records that the last free gave its pages back and, with `is_free`, that they are free.
-    #[inline]
     fn record_freed(&mut self, is_free: bool) {
         let Some(ledger) = self.ledger.get_mut() else { return };
         let freed = || self.inner.pages().last_freed().iter().flat_map(|mask| mask.ranges());
@@ -214,12 +221,26 @@ impl Ledgered<SlotAllocator> {
     /// Same as [`SlotAllocator::free`].
     #[inline]
     pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_held(values, None, None, on_bad)
+        self.free_unheld(values, None, on_bad)
     }
 
-    /// Works like [`SlotAllocator::free`] or, with a fence, [`SlotAllocator::free_after`], for values that the
-    /// caller holds, if it is known. Slots that it no longer has, and those that are known to be held by
-    /// others than the owner that the call names, are dropped and reported like those that are not live.
+    /// Works like [`SlotAllocator::free`] or, with a fence, [`SlotAllocator::free_after`]. Slots that are known
+    /// to be held by others than the owner that the call names are dropped and reported like those that are
+    /// not live.
+    ///
+    /// # Errors
+    /// Same as [`SlotAllocator::free`].
+    pub fn free_unheld(
+        &mut self,
+        values: &IndexVec,
+        fence: Option<FenceId>,
+        on_bad: OnBadFree,
+    ) -> Result<BadFrees> {
+        self.free_refusing(values, None, fence, on_bad)
+    }
+
+    /// Works like [`Self::free_unheld`], for values that the caller holds. Returns `None`, and frees nothing, if
+    /// it may no longer have some of them.
     ///
     /// [`SlotAllocator::has_left_times`] tells afterwards whether the caller has to record the end of the hold.
     ///
@@ -229,19 +250,52 @@ impl Ledgered<SlotAllocator> {
     pub fn free_held(
         &mut self,
         values: &IndexVec,
+        held: Held,
+        fence: Option<FenceId>,
+        on_bad: OnBadFree,
+    ) -> Result<Option<BadFrees>> {
+        if self.ledger.get().is_none() && (fence.is_some() || !self.inner.in_group()) {
+            return self.inner.free_explained(values, Some(held), fence, on_bad, |_| ());
+        }
+        if self.inner.may_be_stale(values, held) {
+            return Ok(None);
+        }
+        self.free_refusing(values, None, fence, on_bad).map(Some)
+    }
+
+    /// Works like [`Self::free_unheld`], for values that the caller may no longer hold: those that it has not
+    /// are dropped and reported, too.
+    ///
+    /// # Errors
+    /// Same as [`SlotAllocator::free`].
+    #[cold]
+    pub fn free_stale(
+        &mut self,
+        values: &IndexVec,
+        held: Held,
+        fence: Option<FenceId>,
+        on_bad: OnBadFree,
+    ) -> Result<BadFrees> {
+        self.free_refusing(values, Some(held), fence, on_bad)
+    }
+
+    /// Frees values except those that the caller, with this hold, or the owner that the call names does not
+    /// have.
+    fn free_refusing(
+        &mut self,
+        values: &IndexVec,
         held: Option<Held>,
         fence: Option<FenceId>,
         on_bad: OnBadFree,
     ) -> Result<BadFrees> {
         let owner = self.ledger.named_owner();
-        let may_be_stale = held.is_some_and(|held| self.inner.may_be_stale(values, held));
-        if may_be_stale || owner.is_some() {
+        if held.is_some() || owner.is_some() {
             let refuse = |_, slot, is_stale| self.refusal(slot, is_stale, owner.as_ref());
             if let Some((kept, bad)) = self.inner.without_refused(values, held, refuse)? {
                 return self.free_rest(&kept, bad, values.len(), fence, on_bad);
             }
         }
-        self.free_checked(values, held, fence, on_bad)
+        self.free_checked(values, fence, on_bad)
     }
 
     /// Splits off the values that a caller with a hold no longer has. Returns the others and a report, or
@@ -296,23 +350,20 @@ impl Ledgered<SlotAllocator> {
         on_bad: OnBadFree,
     ) -> Result<BadFrees> {
         let refused = self.report_refused(refused, given, on_bad)?;
-        let mut bad = self.free_checked(kept, None, fence, on_bad)?;
+        let mut bad = self.free_checked(kept, fence, on_bad)?;
         bad.append(refused);
         Ok(bad)
     }
 
     /// Frees values that the caller may free, as far as it is known: at once, or when the group ends.
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "it is on the path of every free")]
     fn free_checked(
         &mut self,
         values: &IndexVec,
-        held: Option<Held>,
         fence: Option<FenceId>,
         on_bad: OnBadFree,
     ) -> Result<BadFrees> {
         if fence.is_some() || !self.inner.in_group() {
-            return self.free_explained(values, held, fence, on_bad);
+            return self.free_explained(values, fence, on_bad);
         }
         let bad = self.inner.free(values, on_bad)?;
         self.ledger.attribute_group(self.inner.grouped());
@@ -324,7 +375,7 @@ impl Ledgered<SlotAllocator> {
     /// # Errors
     /// Same as [`SlotAllocator::free_now`].
     pub fn free_now(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(values, None, None, on_bad)
+        self.free_explained(values, None, on_bad)
     }
 
     /// Calls [`SlotAllocator::free_after`] and records it.
@@ -332,7 +383,7 @@ impl Ledgered<SlotAllocator> {
     /// # Errors
     /// Same as [`SlotAllocator::free_after`].
     pub fn free_after(&mut self, fence: FenceId, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(values, None, Some(fence), on_bad)
+        self.free_explained(values, Some(fence), on_bad)
     }
 
     /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`], for values that were freed by
@@ -357,7 +408,7 @@ impl Ledgered<SlotAllocator> {
             ledger.attribute_frees(values, by, |slot| u32::try_from(slot / page_size).ok());
         }
         let answer = match refused {
-            None => self.free_explained(values, None, fence, on_bad),
+            None => self.free_explained(values, fence, on_bad),
             Some((kept, bad)) => self.free_rest(&kept, bad, values.len(), fence, on_bad),
         };
         if let Some(ledger) = self.ledger.get_mut() {
@@ -366,17 +417,15 @@ impl Ledgered<SlotAllocator> {
         answer
     }
 
-    #[inline]
     fn free_explained(
         &mut self,
         values: &IndexVec,
-        held: Option<Held>,
         fence: Option<FenceId>,
         on_bad: OnBadFree,
     ) -> Result<BadFrees> {
         let (ledger, page_size) = (&self.ledger, self.inner.slots_of_a_page());
         let explain = |bad: &mut BadFrees| ledger.explain(bad, |slot| slot / page_size);
-        let bad = self.inner.free_explained(values, held, fence, on_bad, explain)?;
+        let bad = self.inner.free_known(values, fence, on_bad, explain)?;
         self.record_removed(fence.is_none());
         Ok(bad)
     }
@@ -385,6 +434,13 @@ impl Ledgered<SlotAllocator> {
     /// pages.
     #[inline]
     fn record_removed(&mut self, is_free: bool) {
+        if self.ledger.get().is_some() {
+            self.list_removed(is_free);
+        }
+    }
+
+    #[cold]
+    fn list_removed(&mut self, is_free: bool) {
         self.record_freed(is_free);
         if let Some(ledger) = self.ledger.get_mut() {
             self.inner.last_removed().iter().for_each(|page| ledger.remove_holder(page.number()));

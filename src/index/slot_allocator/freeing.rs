@@ -163,17 +163,51 @@ impl<'a> Freeing<'a> {
     /// Frees `pages`, none of them shared.
     #[inline]
     fn add_pages(&mut self, pages: Range<u32>, slots: &Range<u32>) {
+        if self.page_size == 1 {
+            return self.add_slots(pages, slots);
+        }
         for mask in Mask::of_range(pages) {
-            if self.page_size == 1 {
-                let blocked = self.batch.add(mask);
-                self.report(Mask { bits: blocked, ..mask }, slots);
-                continue;
-            }
             let unnamed = mask.bits & !self.named.word(widen(mask.word));
             let blocked = self.batch.add(Mask { bits: unnamed, ..mask });
             self.named.insert_word(widen(mask.word), unnamed & !blocked);
             self.report(Mask { bits: blocked, ..mask }, slots);
         }
+    }
+
+    /// Works like [`Self::add_pages`], for pages that are the slots.
+    #[inline]
+    fn add_slots(&mut self, mut pages: Range<u32>, slots: &Range<u32>) {
+        /// The least number of pages for which it is worth to list words.
+        const MANY: usize = 4 * 64;
+        if pages.len() >= MANY {
+            pages = self.add_long_run(pages);
+        }
+        for mask in Mask::of_range(pages) {
+            let blocked = self.batch.add(mask);
+            self.report(Mask { bits: blocked, ..mask }, slots);
+        }
+    }
+
+    /// Frees leading pages of a run, many words at once, as long as all of a word are live. Returns the others.
+    #[inline(never)]
+    fn add_long_run(&mut self, mut pages: Range<u32>) -> Range<u32> {
+        /// The number of words at once.
+        const WORDS: u32 = 32;
+        while !pages.is_empty() {
+            let end = pages.end.min((pages.start / 64 + WORDS) * 64);
+            let mut block = [Mask::of(0); widen(WORDS)];
+            let len = block
+                .iter_mut()
+                .zip(Mask::of_range(pages.start..end))
+                .map(|(place, mask)| *place = mask)
+                .count();
+            let done = self.batch.add_while_live(&block[..len], widen(end - pages.start));
+            if done < len {
+                return pages.start.max(block[done].base())..pages.end;
+            }
+            pages.start = end;
+        }
+        pages
     }
 
     /// Reports those of `slots` whose `pages` could not be freed, if there are any.

@@ -30,7 +30,7 @@ impl SlotAllocator {
             group.values.extend(values.iter());
             return Ok(BadFrees::default());
         }
-        self.free_explained(values, None, None, on_bad, |_| ())
+        self.free_known(values, None, on_bad, |_| ())
     }
 
     /// Frees slots at once, even within a group.
@@ -38,7 +38,7 @@ impl SlotAllocator {
     /// # Errors
     /// Same as [`SlotAllocator::free`].
     pub fn free_now(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(values, None, None, on_bad, |_| ())
+        self.free_known(values, None, on_bad, |_| ())
     }
 
     /// Creates a fence, different from every other one.
@@ -63,7 +63,7 @@ impl SlotAllocator {
     /// # Errors
     /// Same as [`SlotAllocator::free`].
     pub fn free_after(&mut self, fence: FenceId, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_explained(values, None, Some(fence), on_bad, |_| ())
+        self.free_known(values, Some(fence), on_bad, |_| ())
     }
 
     /// Frees the slots of a fence that has passed. Has no effect for a fence that had passed before.
@@ -101,13 +101,12 @@ impl SlotAllocator {
     /// Returns whether a caller with this hold may no longer have some of the values.
     #[must_use]
     pub fn may_be_stale(&self, values: &IndexVec, held: Held) -> bool {
-        if held.is_over || held.is_whole || held.since == self.now() {
-            return held.is_over;
-        }
-        match values {
-            IndexVec::I32(values) => self.may_be_freed_since(values, held.since),
-            IndexVec::I64(values) => self.may_be_freed_since(values, held.since),
-        }
+        held.is_over
+            || held.since != self.now()
+                && match values {
+                    IndexVec::I32(values) => self.may_be_freed_since(values, held.since),
+                    IndexVec::I64(values) => self.may_be_freed_since(values, held.since),
+                }
     }
 
     fn may_be_freed_since<T: RawIndex>(&self, values: &[T], since: Moment) -> bool {
@@ -170,9 +169,22 @@ impl SlotAllocator {
         self.dropped_frees += count;
     }
 
-    /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`], for values that the caller
-    /// holds; `explain` adds to the report. [`SlotAllocator::has_left_times`] tells afterwards whether the
-    /// times of the frees are left to the caller.
+    /// Works like [`SlotAllocator::free_now`] or [`SlotAllocator::free_after`]; `explain` adds to the report.
+    pub(in crate::index) fn free_known(
+        &mut self,
+        values: &IndexVec,
+        fence: Option<FenceId>,
+        on_bad: OnBadFree,
+        explain: impl FnOnce(&mut BadFrees),
+    ) -> Result<BadFrees> {
+        let freed = self.free_explained(values, None, fence, on_bad, explain)?;
+        Ok(freed.unwrap_or_else(|| unreachable!("a free without a hold is never stale")))
+    }
+
+    /// Works like [`SlotAllocator::free_known`], for values that the caller holds. Returns `None`, and frees
+    /// nothing, if it may no longer have some of them. [`SlotAllocator::has_left_times`] tells afterwards
+    /// whether the times of the frees are left to the caller.
+    #[inline]
     pub(in crate::index) fn free_explained(
         &mut self,
         values: &IndexVec,
@@ -180,27 +192,46 @@ impl SlotAllocator {
         fence: Option<FenceId>,
         on_bad: OnBadFree,
         explain: impl FnOnce(&mut BadFrees),
-    ) -> Result<BadFrees> {
-        let is_whole = held.is_some_and(|held| held.is_whole);
-        if fence.is_none()
-            && let Some(page) = self.only_page(values)
-        {
-            // An empty batch, so that the previous one does not count as the last.
-            self.owners.remove(FreeTiming::Now).commit();
-            let mask = Mask::of(page.number());
-            let mut batch = self.pages.begin_free(FreeTiming::Now);
-            batch.add(mask);
-            if batch.check().is_ok() {
-                self.free_times.record([mask]);
-                batch.commit();
-                self.has_left_times = false;
-                return Ok(BadFrees::default());
-            }
-            drop(batch);
-            self.free_without_lists(values);
-            self.has_left_times = false;
-            return Ok(BadFrees::default());
+    ) -> Result<Option<BadFrees>> {
+        if fence.is_some() {
+            return self.free_listed(values, held, fence, on_bad, explain);
         }
+        let Some(page) = self.only_page(values) else {
+            return self.free_listed(values, held, fence, on_bad, explain);
+        };
+        if held.is_some_and(|held| held.is_stale(page, self)) {
+            return Ok(None);
+        }
+        self.free_only(page, values);
+        Ok(Some(BadFrees::default()))
+    }
+
+    /// Frees a page that is live and has one owner.
+    fn free_only(&mut self, page: Page, values: &IndexVec) {
+        self.has_left_times = false;
+        // An empty batch, so that the previous one does not count as the last.
+        self.owners.remove(FreeTiming::Now).commit();
+        let mask = Mask::of(page.number());
+        let mut batch = self.pages.begin_free(FreeTiming::Now);
+        batch.add(mask);
+        if batch.check().is_ok() {
+            self.free_times.record([mask]);
+            batch.commit();
+            return;
+        }
+        drop(batch);
+        self.free_without_lists(values);
+    }
+
+    /// Works like [`SlotAllocator::free_explained`], for any values.
+    fn free_listed(
+        &mut self,
+        values: &IndexVec,
+        held: Option<Held>,
+        fence: Option<FenceId>,
+        on_bad: OnBadFree,
+        explain: impl FnOnce(&mut BadFrees),
+    ) -> Result<Option<BadFrees>> {
         let (page_size, capacity) = (self.page_size, self.capacity());
         let timing = if fence.is_some() { FreeTiming::AfterFence } else { FreeTiming::Now };
         let mut freeing = Freeing {
@@ -212,12 +243,23 @@ impl SlotAllocator {
         };
         freeing.add(values);
         let (batch, owners, mut bad) = freeing.into_parts();
+        let listed = batch.check().and_then(|()| owners.check());
+        let is_any_stale = |held: Held| {
+            let is_freed = |pages| self.free_times.is_any_freed_since(pages, held.since);
+            let shared = owners.pages().iter().map(|page| Mask::of(page.number()));
+            // As a rule nothing was freed since.
+            held.is_over
+                || held.since != self.free_times.now()
+                    && (batch.masks().iter().copied().any(is_freed) || shared.into_iter().any(is_freed))
+        };
+        if held.is_some_and(is_any_stale) {
+            return Ok(None);
+        }
         let dropped = bad.dropped();
         explain(&mut bad);
         let bad = on_bad_frees(bad, on_bad, Slot::NOUN, values.len(), capacity)?;
-        let listed = batch.check().and_then(|()| owners.check());
         let is_plain = dropped == 0 && owners.pages().is_empty() && listed.is_ok();
-        let is_left = is_whole && is_plain;
+        let is_left = is_plain && held.is_some_and(|held| held.is_whole);
         match (listed, fence) {
             (Ok(()), fence) => {
                 if let Some(fence) = fence {
@@ -234,13 +276,16 @@ impl SlotAllocator {
             (Err(_), None) => {
                 drop(owners);
                 drop(batch);
+                if held.is_some_and(|held| self.may_be_stale(values, held)) {
+                    return Ok(None);
+                }
                 self.free_without_lists(values);
             }
             (Err(failure), Some(_)) => return Err(failure),
         }
         self.dropped_frees += dropped;
         self.has_left_times = is_left;
-        Ok(bad)
+        Ok(Some(bad))
     }
 
     /// Frees those of the slots that can be freed, without lists for which there is no memory. A ledger does

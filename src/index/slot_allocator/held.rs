@@ -14,8 +14,8 @@ pub struct Held {
     pub since: Moment,
     /// Whether a free of the whole list has ended the hold.
     pub is_over: bool,
-    /// Whether the values are the whole list as it was handed out, none of them is stale, and no other list has
-    /// their pages. The caller then records the end of the hold itself, which costs less than to record it for
+    /// Whether the values are the whole list as it was handed out, and no other list has their pages. If none of
+    /// them is stale, the caller records the end of the hold itself, which costs less than to record it for
     /// each of many scattered pages.
     pub is_whole: bool,
 }

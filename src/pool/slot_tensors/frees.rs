@@ -88,35 +88,61 @@ pub(in crate::pool) struct PagesOf<'a> {
 impl SlotTensors {
     /// Frees slots; drops and reports those that are not live. With a fence, they stay in use until
     /// [`Self::fence_passed`] names it.
-    #[inline(always)]
-    #[expect(clippy::inline_always, reason = "it is on the path of every free")]
-    pub(super) fn free_values(
-        &mut self,
-        given: &IndexVec,
-        grant: Option<HeldGrant>,
-        fence: Option<FenceId>,
-    ) -> Result<BadFrees> {
-        if let Some(stage) = &self.stage {
-            stage.gpu().check_process()?;
-        }
-        let held = grant.map(|grant| grant.held);
-        let bad = self.slots.free_held(given, held, fence, self.on_bad_free)?;
-        if let Some(grant) = grant.filter(|grant| grant.held.is_whole && self.slots.has_left_times()) {
-            self.grants.end(grant);
-        }
-        Ok(bad)
+    pub(super) fn free_values(&mut self, given: &IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
+        self.check_process()?;
+        self.slots.free_unheld(given, fence, self.on_bad_free)
     }
 
-    /// Returns what the caller knows of values that it has read from a tensor of this allocator.
+    fn check_process(&self) -> Result<()> {
+        self.stage.as_ref().map_or(Ok(()), |stage| stage.gpu().check_process())
+    }
+
+    /// Works like [`Self::free_values`], for values that the caller has read from `source`: those that it no
+    /// longer has are dropped and reported, too.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "it is on the path of every free")]
-    fn held(
-        &self,
+    fn free_held(
+        &mut self,
         values: &IndexVec,
         source: Option<Source<'_>>,
-    ) -> std::result::Result<Option<HeldGrant>, Unproven> {
-        let Some(Source { origin, writes }) = source else { return Ok(None) };
-        self.grants.held(values, &origin, writes, |held| self.slots.may_be_stale(values, held))
+        fence: Option<FenceId>,
+    ) -> Result<Freed> {
+        self.check_process()?;
+        let on_bad = self.on_bad_free;
+        let Some(source) = source else {
+            return self.slots.free_unheld(values, fence, on_bad).map(Freed::Done);
+        };
+        let Ok(grant) = self.grants.held(values, &source) else { return Ok(Freed::Unproven) };
+        let Some(grant) = grant else {
+            return self.slots.free_unheld(values, fence, on_bad).map(Freed::Done);
+        };
+        let Some(bad) = self.slots.free_held(values, grant.held, fence, on_bad)? else {
+            return self.free_stale(values, grant, source, fence);
+        };
+        if grant.held.is_whole && self.slots.has_left_times() {
+            self.grants.end(grant);
+        }
+        Ok(Freed::Done(bad))
+    }
+
+    /// Works like [`Self::free_held`], for a grant that may be over.
+    #[cold]
+    fn free_stale(
+        &mut self,
+        values: &IndexVec,
+        grant: HeldGrant,
+        source: Source<'_>,
+        fence: Option<FenceId>,
+    ) -> Result<Freed> {
+        let Ok(is_unwritten) = self.grants.is_unwritten(grant, values, &source) else {
+            return Ok(Freed::Unproven);
+        };
+        let bad = if is_unwritten {
+            self.slots.free_stale(values, grant.held, fence, self.on_bad_free)?
+        } else {
+            self.slots.free_unheld(values, fence, self.on_bad_free)?
+        };
+        Ok(Freed::Done(bad))
     }
 
     /// Works like [`Self::free_values`] for indices on any device.
@@ -135,33 +161,44 @@ impl SlotTensors {
         if let Indices::Host(values) = given
             && !self.must_wait_behind(fence)
         {
-            let Ok(held) = self.held(values, source) else { return Ok(Freed::Unproven) };
-            return self.free_values(values, held, fence).map(Freed::Done);
+            return self.free_held(values, source, fence);
         }
         let Some(values) = self.values_of(given, keep, stream)? else { return Ok(Freed::Unread) };
         let Values::Known(values) = values else {
             let part = FreedValues { values, freed_as: FreedAs::Slots };
             return self.free_parts(vec![part], fence).map(Freed::Done);
         };
-        let Ok(held) = self.held(&values, source.or_else(|| Source::of(given))) else {
+        let source = source.or_else(|| Source::of(given));
+        if !self.must_wait_behind(fence) {
+            return self.free_held(&values, source, fence);
+        }
+        let Ok((values, mut refused)) = self.without_stale(values, source)? else {
             return Ok(Freed::Unproven);
         };
-        if !self.must_wait_behind(fence) {
-            return self.free_values(&values, held, fence).map(Freed::Done);
-        }
-        let (values, mut refused) = self.without_stale(values, held)?;
         refused.append(self.free_parts(vec![FreedValues::of_slots(values)], fence)?);
         Ok(Freed::Done(refused))
     }
 
-    /// Splits off the values that a caller with a hold no longer has.
+    /// Splits off the values that a caller who has read them from `source` no longer has.
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) if there are any.
-    fn without_stale(&mut self, values: IndexVec, held: Option<HeldGrant>) -> Result<(IndexVec, BadFrees)> {
-        let Some(held) = held else { return Ok((values, BadFrees::default())) };
-        let stale = self.slots.without_stale(&values, held.held, self.on_bad_free)?;
-        Ok(stale.unwrap_or((values, BadFrees::default())))
+    fn without_stale(
+        &mut self,
+        values: IndexVec,
+        source: Option<Source<'_>>,
+    ) -> Result<std::result::Result<(IndexVec, BadFrees), Unproven>> {
+        let Some(source) = source else { return Ok(Ok((values, BadFrees::default()))) };
+        let Ok(grant) = self.grants.held(&values, &source) else { return Ok(Err(Unproven)) };
+        let Some(grant) = grant.filter(|grant| self.slots.may_be_stale(&values, grant.held)) else {
+            return Ok(Ok((values, BadFrees::default())));
+        };
+        let stale = match self.grants.is_unwritten(grant, &values, &source) {
+            Ok(true) => self.slots.without_stale(&values, grant.held, self.on_bad_free)?,
+            Ok(false) => None,
+            Err(unproven) => return Ok(Err(unproven)),
+        };
+        Ok(Ok(stale.unwrap_or((values, BadFrees::default()))))
     }
 
     /// Frees pages: each value of `pages` names one. The result of `keep` keeps the tensor at a position
@@ -206,10 +243,9 @@ impl SlotTensors {
         // Numbers of pages are not what was handed out, unless a page is a slot.
         let is_slots = pages.freed_as != FreedAs::Pages || self.slots.page_size() == 1;
         let source = pages.sources.get(position).copied().flatten().or_else(|| Source::of(given));
-        let Ok(held) = self.held(&values, source.filter(|_| is_slots)) else {
+        let Ok((values, stale)) = self.without_stale(values, source.filter(|_| is_slots))? else {
             return Ok(Err(Freed::Unproven));
         };
-        let (values, stale) = self.without_stale(values, held)?;
         refused.append(stale);
         Ok(Ok(Values::Known(values)))
     }
@@ -270,7 +306,7 @@ impl SlotTensors {
         let is_known = parts.iter().all(|part| matches!(part.values, Values::Known(_)));
         if is_known && !self.must_wait_behind(fence) {
             let slots = slots_of(&mut parts, self.slots.page_size())?;
-            return self.free_values(&slots, None, fence);
+            return self.free_values(&slots, fence);
         }
         if fence.is_none() && self.slots.in_group() {
             let call = self.call();

@@ -5,6 +5,8 @@ use std::fmt;
 use crate::base::{Id, IndexVec, Life, LifeMark, LifeMarks, Result, Slot, try_reserve, widen};
 use crate::index::{Held, Moment};
 
+use super::Source;
+
 /// The tensor from which the values of a call were read.
 #[derive(Clone, Copy)]
 pub struct TensorOrigin<'a> {
@@ -168,39 +170,45 @@ impl Grants {
         self.find(address).map(|at| self.by_address[at].since)
     }
 
-    /// Returns what a caller knows of values that it has read from `origin`; `None` if that makes no difference
-    /// to a free.
+    /// Returns what a caller knows of values that it has read from `source`; `None` if they are of no tensor
+    /// that is alive.
     ///
     /// # Errors
-    /// [`Unproven`] if the values may have been written there, and the answer matters to the call;
-    /// `matters` says so of a hold.
+    /// [`Unproven`] if the values may have been written there, and the answer matters.
     #[inline]
     pub(super) fn held(
         &self,
         values: &IndexVec,
-        origin: &TensorOrigin<'_>,
-        writes: Option<Writes>,
-        matters: impl FnOnce(Held) -> bool,
+        source: &Source<'_>,
     ) -> std::result::Result<Option<HeldGrant>, Unproven> {
+        let Source { origin, writes } = source;
         let Some(at) = self.find(origin.address) else { return Ok(None) };
         let grant = &self.by_address[at];
-        let held = Held { since: grant.since, is_over: grant.is_over, is_whole: false };
-        let is_stale = matters(held);
-        if is_stale {
-            // A tensor whose writes nobody counts is taken for what it was: the alternative is to believe it.
-            let is_unwritten = writes.map(|writes| writes != Writes::Some);
-            let unchanged = grant.has_unchanged(values, origin).or(is_unwritten).ok_or(Unproven)?;
-            return Ok(unchanged.then_some(HeldGrant { at, held }));
-        }
         let Listing { address, count, .. } = grant.listing;
         // A tensor that continues pages may share them with any before it.
-        let is_whole = grant.continuing == self.continuing
+        let may_be_whole = grant.continuing == self.continuing
             && address == origin.address
             && values.len() == count
             && origin.step == Some(1)
-            && needs_proof(values)
-            && writes.ok_or(Unproven)? == Writes::None;
-        Ok(is_whole.then_some(HeldGrant { at, held: Held { is_whole, ..held } }))
+            && needs_proof(values);
+        let is_whole = may_be_whole && writes.ok_or(Unproven)? == Writes::None;
+        let held = Held { since: grant.since, is_over: grant.is_over, is_whole };
+        Ok(Some(HeldGrant { at, held }))
+    }
+
+    /// Returns whether values that were read from `source` are what was handed out there. A tensor whose writes
+    /// nobody counts is taken for what it was: the alternative is to believe it.
+    ///
+    /// # Errors
+    /// [`Unproven`] if the values may have been written there.
+    pub(super) fn is_unwritten(
+        &self,
+        grant: HeldGrant,
+        values: &IndexVec,
+        source: &Source<'_>,
+    ) -> std::result::Result<bool, Unproven> {
+        let is_unwritten = source.writes.map(|writes| writes != Writes::Some);
+        self.by_address[grant.at].has_unchanged(values, &source.origin).or(is_unwritten).ok_or(Unproven)
     }
 
     /// Records that a free of the whole tensor has ended its hold.

@@ -114,15 +114,13 @@ impl TokenToKvPoolAllocator {
                 gpu.check_not_capturing(stream, "a wait for copies of free slots")?;
             }
             let taken = take(&mut slots)?;
-            let copied = if taken.is_ok() { slots.take_copied() } else { Vec::new() };
-            drop(slots);
+            if taken.is_ok() && slots.has_copied() {
+                self.wait_for_copies(slots, stream);
+            } else {
+                drop(slots);
+            }
             match taken {
-                Ok(taken) => {
-                    if !copied.is_empty() {
-                        self.wait_for_copies(&copied, stream);
-                    }
-                    return Ok(Some(taken));
-                }
+                Ok(taken) => return Ok(Some(taken)),
                 // The number of pending slots was an estimate until now.
                 Err(_) if self.wait_for_oldest(stream)? => shortage = usize::MAX,
                 // Another thread has completed them.
@@ -142,16 +140,18 @@ impl TokenToKvPoolAllocator {
     }
 
     /// Makes later work on `stream` come after copies of slots that were just handed out; without a device, the
-    /// calling thread waits.
+    /// calling thread waits, without the lock.
     #[cold]
-    fn wait_for_copies(&self, copied: &[CopiedPages], stream: Stream) {
-        for CopiedPages { copy, .. } in copied {
+    fn wait_for_copies(&self, mut slots: RankedGuard<'_, SlotTensors>, stream: Stream) {
+        let copied = slots.take_copied();
+        drop(slots);
+        for CopiedPages { copy, .. } in &copied {
             // A copy that cannot be ordered before `stream` is waited for. A failed device copies nothing.
             if copy.make_stream_wait_for_all(stream).is_err() {
                 let _ = copy.wait();
             }
         }
-        if let Err(failure) = self.lock().poison_copied(copied, stream) {
+        if let Err(failure) = self.lock().poison_copied(&copied, stream) {
             self.notify(Notice::NotPoisoned(&failure));
         }
     }
