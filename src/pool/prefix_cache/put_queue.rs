@@ -91,8 +91,10 @@ impl PutQueue {
 
     /// Adds pieces that are complete in the tier. Call [`Self::send`] then.
     pub(super) fn add(&self, kind: PieceKind, keys: &[PageHash]) {
+        // All are counted first: the thread may take a piece as soon as it waits.
+        self.store_access.tier().change_waiting(keys.len(), 0);
         let added = self.with_state(|state| state.add(kind, keys));
-        self.store_access.tier().change_waiting(added, 0);
+        self.store_access.tier().change_waiting(0, keys.len() - added);
     }
 
     /// Has the thread send pieces that wait, if the store can take some.
