@@ -405,6 +405,23 @@ def test_what_waits_to_be_written_is_bounded(device: str) -> None:
         scene.end()
 
 
+def test_what_waits_behind_evicted_pages_is_written(device: str) -> None:
+    with BlockingStore("write") as store:
+        scene = Scene(device, store=store, host=28)  # seven pages: four may wait
+        scene.keep(PROMPT)
+        scene.settle()
+        assert store.is_asked.wait(30)
+        for first in (500, 600):
+            scene.keep(range(first, first + 24))
+            scene.settle()
+        # Each has three pages in the tier, beside the four that are being written. The next four have left it.
+        until(lambda: scene.tier.stats()["storing"] == 12)
+        store.gate.set()
+        scene.stored()
+        assert (len(store.pages), scene.tier.stats()["unstored"]) == (7, 5)
+        scene.end()
+
+
 def test_a_store_of_files_may_be_damaged(device: str, tmp_path: Path) -> None:
     """The third page of the file, which is one of those behind the first two of the prompt."""
     with files(tmp_path) as store:

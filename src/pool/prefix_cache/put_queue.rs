@@ -161,40 +161,44 @@ impl PutQueue {
         let tier = self.store_access.tier();
         for kind in PieceKind::ALL {
             self.end_puts(kind, is_last);
-            let room = if is_last { usize::MAX } else { tier.room_to_send(kind) };
-            if room == 0 {
-                continue;
-            }
-            // Counts until the pieces that are sent do.
-            let _sending = tier.begin_sending();
-            let keys = self.with_state(|state| state.take(kind, room));
-            if keys.is_empty() {
-                continue;
-            }
-            tier.change_waiting(0, keys.len());
-            let (found, outgoing, storing) = tier.send_out(kind, &keys);
-            // The tier has evicted the others before they could be sent.
-            let mut next = found.iter().peekable();
-            let gone: Vec<_> = keys.into_iter().filter(|key| next.next_if_eq(&key).is_none()).collect();
-            self.give_up(kind, &gone);
-            if found.is_empty() {
-                continue;
-            }
-            let (ranges, queue, is_released) =
-                (outgoing.ranges(), Arc::downgrade(self), Arc::new(AtomicBool::new(false)));
-            let sent = SentPieces {
-                outgoing: Some(outgoing),
-                is_released: Arc::clone(&is_released),
-                queue,
-                thread: Arc::clone(&self.thread),
-            };
-            match self.store_access.put(kind, &found, &ranges, Arc::new(sent)) {
-                Ok(transfer) => self.with_state(|state| {
-                    state.puts.push(Put { kind, keys: found, transfer, is_released, _storing: storing });
-                }),
-                Err(_) => self.give_up(kind, &found),
-            }
+            // Pieces that the tier has evicted leave room for others, and no put of them ends later.
+            while self.send_some(kind, if is_last { usize::MAX } else { tier.room_to_send(kind) }) {}
         }
+    }
+
+    /// Sends up to `room` of the pieces that wait. Returns whether there were any.
+    fn send_some(self: &Arc<Self>, kind: PieceKind, room: usize) -> bool {
+        let tier = self.store_access.tier();
+        // Counts until the pieces that are sent do.
+        let _sending = tier.begin_sending();
+        let keys = self.with_state(|state| state.take(kind, room));
+        if keys.is_empty() {
+            return false;
+        }
+        tier.change_waiting(0, keys.len());
+        let (found, outgoing, storing) = tier.send_out(kind, &keys);
+        // The tier has evicted the others before they could be sent.
+        let mut next = found.iter().peekable();
+        let gone: Vec<_> = keys.into_iter().filter(|key| next.next_if_eq(&key).is_none()).collect();
+        self.give_up(kind, &gone);
+        if found.is_empty() {
+            return true;
+        }
+        let (ranges, queue, is_released) =
+            (outgoing.ranges(), Arc::downgrade(self), Arc::new(AtomicBool::new(false)));
+        let sent = SentPieces {
+            outgoing: Some(outgoing),
+            is_released: Arc::clone(&is_released),
+            queue,
+            thread: Arc::clone(&self.thread),
+        };
+        match self.store_access.put(kind, &found, &ranges, Arc::new(sent)) {
+            Ok(transfer) => self.with_state(|state| {
+                state.puts.push(Put { kind, keys: found, transfer, is_released, _storing: storing });
+            }),
+            Err(_) => self.give_up(kind, &found),
+        }
+        true
     }
 
     /// Ends the puts that are over. Pieces that the store did not take wait again, if it took others of the
