@@ -316,8 +316,7 @@ impl<I: Id> FreeList<I> {
                 run.start.number()
             }
         };
-        self.reached = self.reached.max(index + 1);
-        self.high_water = self.high_water.max(self.in_use());
+        self.record_taken(index + 1);
         Some(I::new(index))
     }
 
@@ -334,9 +333,12 @@ impl<I: Id> FreeList<I> {
             return;
         }
         self.records.take_lowest(out, out.len() > self.records.count(Set::Free));
-        if let Some(highest) = out.last() {
-            self.reached = self.reached.max(highest.number() + 1);
-        }
+        self.record_taken(out.last().map_or(0, |highest| highest.number() + 1));
+    }
+
+    /// Records that indices below `end` were taken.
+    fn record_taken(&mut self, end: u32) {
+        self.reached = self.reached.max(end);
         self.high_water = self.high_water.max(self.in_use());
     }
 
@@ -399,8 +401,7 @@ impl<I: Id> FreeList<I> {
         if self.order == Order::Fifo {
             self.unqueue(taken);
         }
-        self.high_water = self.high_water.max(self.in_use());
-        self.reached = self.reached.max(taken.end());
+        self.record_taken(taken.end());
         Some(taken)
     }
 

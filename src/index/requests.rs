@@ -800,7 +800,10 @@ impl NewPages {
     fn move_to(&mut self, pages: &mut PageList, count: u32) {
         // As in most decode steps.
         if count == 1 {
-            return self.next().into_iter().for_each(|page| pages.push(page));
+            if let Some(page) = self.next() {
+                pages.push(page);
+            }
+            return;
         }
         let mut left = count;
         while left > 0

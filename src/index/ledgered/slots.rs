@@ -221,25 +221,10 @@ impl Ledgered<SlotAllocator> {
     /// Same as [`SlotAllocator::free`].
     #[inline]
     pub fn free(&mut self, values: &IndexVec, on_bad: OnBadFree) -> Result<BadFrees> {
-        self.free_unheld(values, None, on_bad)
+        self.free_refusing(values, None, None, on_bad)
     }
 
-    /// Works like [`SlotAllocator::free`] or, with a fence, [`SlotAllocator::free_after`]. Slots that are known
-    /// to be held by others than the owner that the call names are dropped and reported like those that are
-    /// not live.
-    ///
-    /// # Errors
-    /// Same as [`SlotAllocator::free`].
-    pub fn free_unheld(
-        &mut self,
-        values: &IndexVec,
-        fence: Option<FenceId>,
-        on_bad: OnBadFree,
-    ) -> Result<BadFrees> {
-        self.free_refusing(values, None, fence, on_bad)
-    }
-
-    /// Works like [`Self::free_unheld`], for values that the caller holds. Returns `None`, and frees nothing, if
+    /// Works like [`Self::free_refusing`], for values that the caller holds. Returns `None`, and frees nothing, if
     /// it may no longer have some of them.
     ///
     /// [`SlotAllocator::has_left_times`] tells afterwards whether the caller has to record the end of the hold.
@@ -263,25 +248,13 @@ impl Ledgered<SlotAllocator> {
         self.free_refusing(values, None, fence, on_bad).map(Some)
     }
 
-    /// Works like [`Self::free_unheld`], for values that the caller may no longer hold: those that it has not
-    /// are dropped and reported, too.
+    /// Works like [`SlotAllocator::free`] or, with a fence, [`SlotAllocator::free_after`]. Slots that are known
+    /// to be held by others than the owner that the call names are dropped and reported like those that are
+    /// not live; those that a caller with a hold no longer has, too.
     ///
     /// # Errors
     /// Same as [`SlotAllocator::free`].
-    #[cold]
-    pub fn free_stale(
-        &mut self,
-        values: &IndexVec,
-        held: Held,
-        fence: Option<FenceId>,
-        on_bad: OnBadFree,
-    ) -> Result<BadFrees> {
-        self.free_refusing(values, Some(held), fence, on_bad)
-    }
-
-    /// Frees values except those that the caller, with this hold, or the owner that the call names does not
-    /// have.
-    fn free_refusing(
+    pub fn free_refusing(
         &mut self,
         values: &IndexVec,
         held: Option<Held>,

@@ -193,12 +193,8 @@ impl SlotAllocator {
         on_bad: OnBadFree,
         explain: impl FnOnce(&mut BadFrees),
     ) -> Result<Option<BadFrees>> {
-        if fence.is_some() {
-            return self.free_listed(values, held, fence, on_bad, explain);
-        }
-        let Some(page) = self.only_page(values) else {
-            return self.free_listed(values, held, fence, on_bad, explain);
-        };
+        let only = if fence.is_none() { self.only_page(values) } else { None };
+        let Some(page) = only else { return self.free_listed(values, held, fence, on_bad, explain) };
         if held.is_some_and(|held| held.is_stale(page, self)) {
             return Ok(None);
         }

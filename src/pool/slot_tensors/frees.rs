@@ -90,7 +90,7 @@ impl SlotTensors {
     /// [`Self::fence_passed`] names it.
     pub(super) fn free_values(&mut self, given: &IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
         self.check_process()?;
-        self.slots.free_unheld(given, fence, self.on_bad_free)
+        self.slots.free_refusing(given, None, fence, self.on_bad_free)
     }
 
     fn check_process(&self) -> Result<()> {
@@ -110,11 +110,11 @@ impl SlotTensors {
         self.check_process()?;
         let on_bad = self.on_bad_free;
         let Some(source) = source else {
-            return self.slots.free_unheld(values, fence, on_bad).map(Freed::Done);
+            return self.slots.free_refusing(values, None, fence, on_bad).map(Freed::Done);
         };
         let Ok(grant) = self.grants.held(values, &source) else { return Ok(Freed::Unproven) };
         let Some(grant) = grant else {
-            return self.slots.free_unheld(values, fence, on_bad).map(Freed::Done);
+            return self.slots.free_refusing(values, None, fence, on_bad).map(Freed::Done);
         };
         let Some(bad) = self.slots.free_held(values, grant.held, fence, on_bad)? else {
             return self.free_stale(values, grant, source, fence);
@@ -137,12 +137,8 @@ impl SlotTensors {
         let Ok(is_unwritten) = self.grants.is_unwritten(grant, values, &source) else {
             return Ok(Freed::Unproven);
         };
-        let bad = if is_unwritten {
-            self.slots.free_stale(values, grant.held, fence, self.on_bad_free)?
-        } else {
-            self.slots.free_unheld(values, fence, self.on_bad_free)?
-        };
-        Ok(Freed::Done(bad))
+        let held = is_unwritten.then_some(grant.held);
+        self.slots.free_refusing(values, held, fence, self.on_bad_free).map(Freed::Done)
     }
 
     /// Works like [`Self::free_values`] for indices on any device.
