@@ -18,8 +18,10 @@ pub struct Moment(u64);
 /// were, or border on one other part.
 #[derive(Clone, Debug)]
 pub(super) struct FreeTimes {
-    /// The number of frees so far.
+    /// The number of the current moment.
     now: u64,
+    /// Whether something was taken at the current moment. Frees between which nothing is taken have one time.
+    is_taken: bool,
     /// The last free of everything.
     of_all: u64,
     of_words: Vec<WordTimes>,
@@ -52,15 +54,10 @@ impl WordTimes {
         self.whole.max(self.written).max(self.parts[0].time)
     }
 
-    /// Adds a free of a part. Returns what an earlier part has that no kept one has.
+    /// Adds the free of a part at another time. Returns what an earlier part has that no kept one has.
     #[inline]
     fn add(&mut self, part: Part) -> Part {
         let [last, first] = self.parts;
-        // A call may free a word bit by bit.
-        if last.time == part.time {
-            self.parts[0].bits |= part.bits;
-            return Part::default();
-        }
         // What was freed before the whole word does not matter.
         if last.bits & !part.bits == 0 || last.time <= self.whole {
             self.parts[0] = part;
@@ -76,12 +73,24 @@ impl FreeTimes {
     /// Creates the record of indices below `end`, none of them freed.
     pub(super) fn new(end: u32) -> Result<Self> {
         let words = widen(end.div_ceil(64));
-        Ok(Self { now: 0, of_all: 0, of_words: try_zeros(words)?, of_indices: try_zeros(words * 64)? })
+        Ok(Self {
+            now: 0,
+            is_taken: false,
+            of_all: 0,
+            of_words: try_zeros(words)?,
+            of_indices: try_zeros(words * 64)?,
+        })
     }
 
-    /// Returns the current moment, after all frees so far.
-    pub(super) const fn now(&self) -> Moment {
+    /// Returns the current moment, after all frees so far, for something that is taken now.
+    pub(super) const fn take_moment(&mut self) -> Moment {
+        self.is_taken = true;
         Moment(self.now)
+    }
+
+    /// Returns whether nothing was freed since `moment`.
+    pub(super) const fn is_now(&self, moment: Moment) -> bool {
+        self.now == moment.0
     }
 
     /// Returns the size of the record in bytes.
@@ -91,9 +100,15 @@ impl FreeTimes {
 
     /// Records that one call frees `masks`.
     pub(super) fn record(&mut self, masks: impl IntoIterator<Item = Mask>) {
-        self.now += 1;
+        self.now += u64::from(std::mem::take(&mut self.is_taken));
         for Mask { word, bits } in masks {
             let times = &mut self.of_words[widen(word)];
+            // A call may free a word bit by bit, as may several calls.
+            let latest = &mut times.parts[0];
+            if latest.time == self.now {
+                latest.bits |= bits;
+                continue;
+            }
             if bits == u64::MAX {
                 times.whole = self.now;
                 continue;
@@ -119,6 +134,7 @@ impl FreeTimes {
     /// Records that everything is freed. The record continues that of `before`, if it replaces one.
     pub(super) fn record_all(&mut self, before: Option<&Self>) {
         self.now = before.map_or(self.now, |before| before.now) + 1;
+        self.is_taken = false;
         self.of_all = self.now;
         self.of_words.fill(WordTimes { whole: self.now, ..WordTimes::default() });
     }
@@ -173,20 +189,28 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
         #[test]
-        fn each_index_has_the_time_of_its_last_free(frees in vec(prop::option::weighted(0.95, masks()), 0..80)) {
+        fn each_index_has_the_time_of_its_last_free(
+            frees in vec((any::<bool>(), prop::option::weighted(0.95, masks())), 0..80)
+        ) {
             let mut times = FreeTimes::new(WORDS * 64).expect("there is memory");
-            let mut model = vec![0; widen(WORDS * 64)];
-            for mask in frees {
+            let (mut model, mut now) = (vec![0; widen(WORDS * 64)], 0);
+            for (is_taken, mask) in frees {
+                if is_taken {
+                    prop_assert_eq!(times.take_moment(), Moment(now));
+                }
                 if let Some(mask) = mask {
                     let (low, high) = (mask.bits & 0xf0f0_f0f0_f0f0, mask.bits & !0xf0f0_f0f0_f0f0);
                     let parts = [low, high].map(|bits| Mask { bits, ..mask });
                     times.record(parts.into_iter().filter(|part| part.bits != 0));
-                    mask.indices().for_each(|index| model[widen(index)] = times.now().0);
+                    now += u64::from(is_taken);
+                    mask.indices().for_each(|index| model[widen(index)] = now);
                 } else {
                     times.record_all(None);
-                    model.fill(times.now().0);
+                    now += 1;
+                    model.fill(now);
                 }
-                for moment in (0..=times.now().0).map(Moment) {
+                prop_assert!(times.is_now(Moment(now)));
+                for moment in (0..=now).map(Moment) {
                     for (index, &last) in (0..).zip(&model) {
                         prop_assert_eq!(times.is_freed_since(index, moment), last > moment.0);
                     }

@@ -562,7 +562,7 @@ impl Requests {
             return Ok(false);
         }
         let mut prefixes = prefixes.iter_mut();
-        let now = slots.now();
+        let now = slots.take_moment();
         for &growth in batch {
             let request = self.request_mut(growth.row);
             if growth.had == 0 {
@@ -701,7 +701,7 @@ impl Requests {
                 first..first + rest
             })
         };
-        let now = slots.now();
+        let now = slots.take_moment();
         let request = self.request_mut(dst);
         (request.len, request.pages, request.leased) = (len, pages, narrow(leased));
         request.since = now;

@@ -475,10 +475,10 @@ impl SlotAllocator {
         self.pages.is_live(page) && self.owners.is_owned(page)
     }
 
-    /// Returns the current moment, after all frees so far: what is taken now is taken at it.
+    /// Returns the current moment, after all frees so far, for something that is taken now.
     #[must_use]
-    pub const fn now(&self) -> Moment {
-        self.free_times.now()
+    pub const fn take_moment(&mut self) -> Moment {
+        self.free_times.take_moment()
     }
 
     /// Returns whether the ownership of `page`, any number, has ended since `moment`. A free of a whole

@@ -293,7 +293,7 @@ impl SlotTensors {
 
     /// Records a tensor of slots that are handed out, and returns the life that it has to keep.
     fn life_of(&mut self, listing: Listing) -> Option<Life> {
-        (listing.count > 0).then(|| self.grants.add(listing, self.slots.now()))
+        (listing.count > 0).then(|| self.grants.add(listing, self.slots.take_moment()))
     }
 
     /// Works like [`Self::list`], for a copy of the tensor in which slots were handed out.
@@ -414,7 +414,7 @@ impl SlotTensors {
         };
         let (address, size) = (export.address(), dtype.dtype().size());
         let listing = Listing { address, count: 1, size, run: Some(slot), continues: false };
-        let life = self.grants.add(listing, self.slots.now());
+        let life = self.grants.add(listing, self.slots.take_moment());
         put(GrantedSlots::One(OneSlot { slot, dtype, export: Some(export.with_life(life)) }), self);
         Ok(())
     }

@@ -5,7 +5,7 @@ use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result, Slot};
 use crate::index::ledger::{Attribution, IndexState, Span, spans};
 use crate::index::owners::SharingReservation;
 use crate::index::{
-    BadFree, BadFrees, Extension, FenceId, Fit, Held, LastLoc, OnBadFree, Owner, Run, SlotAllocator,
+    BadFree, BadFrees, Extension, FenceId, Fit, Held, LastLoc, Moment, OnBadFree, Owner, Run, SlotAllocator,
     on_bad_frees,
 };
 
@@ -213,6 +213,12 @@ impl Ledgered<SlotAllocator> {
         self.inner.release_cached(pages, fence);
         let _call = self.ledger.get().map(|_| call_of(owner).begin());
         self.record_removed(fence.is_none());
+    }
+
+    /// Calls [`SlotAllocator::take_moment`].
+    #[must_use]
+    pub const fn take_moment(&mut self) -> Moment {
+        self.inner.take_moment()
     }
 
     /// Calls [`SlotAllocator::free`] and records it.

@@ -102,7 +102,7 @@ impl SlotAllocator {
     #[must_use]
     pub fn may_be_stale(&self, values: &IndexVec, held: Held) -> bool {
         held.is_over
-            || held.since != self.now()
+            || !self.free_times.is_now(held.since)
                 && match values {
                     IndexVec::I32(values) => self.may_be_freed_since(values, held.since),
                     IndexVec::I64(values) => self.may_be_freed_since(values, held.since),
@@ -245,7 +245,7 @@ impl SlotAllocator {
             let shared = owners.pages().iter().map(|page| Mask::of(page.number()));
             // As a rule nothing was freed since.
             held.is_over
-                || held.since != self.free_times.now()
+                || !self.free_times.is_now(held.since)
                     && (batch.masks().iter().copied().any(is_freed) || shared.into_iter().any(is_freed))
         };
         if held.is_some_and(is_any_stale) {
