@@ -49,7 +49,7 @@ impl PageSize {
     #[must_use]
     #[inline]
     pub const fn offset(self, at: u32) -> u32 {
-        at - self.page(at) * self.size
+        if self.shift.is_some() { at & (self.size - 1) } else { at % self.size }
     }
 
     /// Returns the number of tokens in the last page of `tokens` tokens; 0 for 0 tokens.
@@ -545,19 +545,20 @@ impl Requests {
         prefixes: &mut [&mut PageList],
         slots: &mut Ledgered<SlotAllocator>,
     ) -> Result<bool> {
-        let needed: usize = batch.iter().map(|growth| widen(growth.new_pages)).sum();
-        let mut taken = NewPages::new(needed)?;
-        let is_shared = |growth: &Growth| growth.had < growth.prefix && !growth.is_leased;
-        let reservation = if batch.iter().any(is_shared) { Some(slots.prepare_sharing()?) } else { None };
+        let (mut needed, mut has_shared) = (0, false);
         let mut later = prefixes.iter_mut();
         for growth in batch {
             let pages = if growth.had < growth.prefix {
+                has_shared |= !growth.is_leased;
                 &mut **later.next().expect("each cached prefix has its pages")
             } else {
                 &mut self.request_mut(growth.row).pages
             };
             pages.try_reserve(widen(growth.new_pages))?;
+            needed += widen(growth.new_pages);
         }
+        let mut taken = NewPages::new(needed)?;
+        let reservation = if has_shared { Some(slots.prepare_sharing()?) } else { None };
         if !slots.alloc_page_runs(needed, &mut taken.runs)? {
             return Ok(false);
         }
@@ -729,8 +730,21 @@ impl Requests {
     }
 
     /// Appends the slots of positions `from..to` of a request to `out`.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a decode step calls it for each request")]
     pub fn slots(&self, row: RequestRow, from: u32, to: u32, out: &mut Vec<i32>) {
-        let pages = self.pages(row);
+        let (pages, size) = (self.pages(row), self.page_size);
+        // As in most decode steps.
+        if to - from == 1 {
+            let page = pages.get(widen(size.page(from))).number();
+            return out.push((page * size.slots() + size.offset(from)).cast_signed());
+        }
+        self.slots_of(pages, from, to, out);
+    }
+
+    /// Works like [`Self::slots`], for the request that has `pages`.
+    #[inline(never)]
+    fn slots_of(&self, pages: &PageList, from: u32, to: u32, out: &mut Vec<i32>) {
         let size = self.page_size;
         let mut at = from;
         if size.slots() == 1

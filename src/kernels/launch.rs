@@ -15,7 +15,7 @@ mod params;
 mod plan;
 
 pub(crate) use fetch::{Fetcher, PendingFetch, read_now};
-pub(crate) use plan::{PlanBatch, PlanFields, PlanRequest};
+pub(crate) use plan::{PlanBatch, PlanFields, PlanRequest, PlanRequests};
 
 use std::collections::HashSet;
 use std::ptr;

@@ -34,7 +34,9 @@ pub(crate) use indices::Numbers;
 pub use indices::{IndexSpace, IndexSpaces, Indices, read_indices};
 #[cfg(feature = "python")]
 pub(crate) use indices::{check_ints, not_indices_error};
-pub(crate) use launch::{Fetcher, GrowingBatch, PendingFetch, PlanBatch, PlanFields, PlanRequest, read_now};
+pub(crate) use launch::{
+    Fetcher, GrowingBatch, PendingFetch, PlanBatch, PlanFields, PlanRequest, PlanRequests, read_now,
+};
 pub use pack::Direction;
 pub(crate) use pack::pack;
 pub use pages::{HostAccess, PageCopy, PagePair, Pieces, layer_bytes, piece_bytes};

@@ -82,13 +82,15 @@ impl TableMirror {
         self.settled().changes.is_empty()
     }
 
-    /// Records values written to a row from column `from` on.
-    pub(super) fn wrote_columns(&self, row: RequestRow, from: usize, values: &[i32]) {
+    /// Records values written to rows, each from a column on.
+    pub(super) fn wrote_columns<'a>(&self, written: impl Iterator<Item = (RequestRow, usize, &'a [i32])>) {
         let mut state = self.lock();
-        if state.changes.is_empty() {
-            state.write(row, from, values, self.columns);
-        } else {
-            state.changes.push_back(Change::Columns(row, from, values.to_vec()));
+        for (row, from, values) in written {
+            if state.changes.is_empty() {
+                state.write(row, from, values, self.columns);
+            } else {
+                state.changes.push_back(Change::Columns(row, from, values.to_vec()));
+            }
         }
     }
 
@@ -212,6 +214,11 @@ impl MirrorState {
 
     fn write(&mut self, row: RequestRow, from: usize, values: &[i32], columns: usize) {
         let place = widen(row.number()) * columns + from;
+        // As in most decode steps.
+        if let [only] = values {
+            self.values[place] = *only;
+            return;
+        }
         self.values[place..place + values.len()].copy_from_slice(values);
     }
 

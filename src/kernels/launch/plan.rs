@@ -3,7 +3,7 @@
 use std::ptr::NonNull;
 
 use crate::base::bounded::{int32, signed};
-use crate::base::{Result, widen};
+use crate::base::{Result, try_with_capacity, widen};
 use crate::kernels::table::Table;
 use crate::memory::{Region, Stream};
 
@@ -60,13 +60,43 @@ impl PlanRequest {
         let Self { row, start, prefix, seq, qo_begin, kv_begin, page_begin, block_from, block_until } = self;
         [row, start, prefix, seq, qo_begin, kv_begin, page_begin, block_from, block_until]
     }
+
+    /// Returns the number of threads that it keeps busy.
+    fn work(self) -> usize {
+        widen(self.seq.max(self.block_until).cast_unsigned())
+    }
+}
+
+/// The requests of a plan as the device reads them.
+#[derive(Debug)]
+pub(crate) struct PlanRequests {
+    numbers: Vec<[i32; REQUEST_NUMBERS]>,
+    /// The most threads that one of them keeps busy.
+    longest: usize,
+}
+
+impl PlanRequests {
+    /// Makes room for `count` requests.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has none.
+    pub(crate) fn new(count: usize) -> Result<Self> {
+        Ok(Self { numbers: try_with_capacity(count)?, longest: 0 })
+    }
+
+    /// Appends a request.
+    #[inline]
+    pub(crate) fn push(&mut self, request: PlanRequest) {
+        self.longest = self.longest.max(request.work());
+        self.numbers.push(request.numbers());
+    }
 }
 
 /// A step, planned on the host.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlanBatch<'a> {
     /// The requests, followed by those that pad a batch of fixed size.
-    pub requests: &'a [PlanRequest],
+    pub requests: &'a PlanRequests,
     /// The number of requests without padding.
     pub batch: usize,
     /// The pages of every request from `start` on, concatenated.
@@ -105,14 +135,13 @@ impl Launcher {
         batch: &PlanBatch<'_>,
         stream: Stream,
     ) -> Result<()> {
-        let numbers: Vec<i32> = batch.requests.iter().flat_map(|request| request.numbers()).collect();
-        let longest = batch.requests.iter().map(PlanRequest::work).max().unwrap_or(0);
-        let mut grid = ragged_grid(longest, batch.requests.len())?;
+        let PlanRequests { numbers, longest } = batch.requests;
+        let mut grid = ragged_grid(*longest, numbers.len())?;
         // The ends of the offsets are written even without requests.
         grid = grid.map(|blocks| blocks.max(1));
         let at = |offset: usize| fields.region.at(offset, 0).map(NonNull::as_ptr);
         let some = |offset: Option<usize>| offset.map_or(Ok(std::ptr::null_mut()), at);
-        let arrays = [&numbers[..], batch.pages];
+        let arrays = [numbers.as_flattened(), batch.pages];
         table.region().record_stream(stream);
         self.launch_with_arrays(self.kernels.plan, grid, &arrays, stream, |arrays| {
             Ok(PlanParams {
@@ -133,17 +162,10 @@ impl Launcher {
                 page_size: batch.page_size.cast_signed(),
                 width: int32(batch.width),
                 batch: int32(batch.batch),
-                padded_batch: int32(batch.requests.len()),
+                padded_batch: int32(numbers.len()),
                 tokens: int32(batch.tokens),
                 kv_len: int32(batch.kv_len),
             })
         })
-    }
-}
-
-impl PlanRequest {
-    /// Returns the number of threads that it keeps busy.
-    fn work(&self) -> usize {
-        widen(self.seq.max(self.block_until).cast_unsigned())
     }
 }

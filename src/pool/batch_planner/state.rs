@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::{
-    Epoch, Error, Id, IndexVec, Page, RequestRow, Result, try_collect, try_with_capacity, widen,
+    Epoch, Error, Id, IndexNumber, IndexVec, Page, RequestRow, Result, try_collect, try_with_capacity, widen,
 };
 use crate::index::{AbandonedRequest, CallRecord, Growth, GrowthRequest, Owner, PageList, Requests};
 use crate::kernels::Indices;
@@ -311,16 +311,31 @@ impl PlannerState {
             Error::config(format!("tokens_per_req {tokens_per_req} is more than a request can have"))
         })?;
         let rows = self.resolve(rows, table)?;
-        let mut growths = try_with_capacity(count)?;
-        for (position, (&row, seq)) in rows.iter().zip(seq_lens.iter()).enumerate() {
+        let growths = match seq_lens {
+            IndexVec::I32(seq_lens) => self.decode_growths(&rows, seq_lens, width),
+            IndexVec::I64(seq_lens) => self.decode_growths(&rows, seq_lens, width),
+        }?;
+        let padding = Padding { batch_size, tokens_per_req };
+        self.plan(Pools { slots, table }, &growths, &mut [], padding, stream)
+    }
+
+    /// Returns the growth of each request of a decode step to its length, of which `width` tokens are new.
+    fn decode_growths<T: IndexNumber>(
+        &self,
+        rows: &[RequestRow],
+        seq_lens: &[T],
+        width: i64,
+    ) -> Result<Vec<Growth>> {
+        let mut growths = try_with_capacity(rows.len())?;
+        for (position, (&row, &seq)) in rows.iter().zip(seq_lens).enumerate() {
+            let seq = seq.into();
             let prefix = seq.saturating_sub(width);
             let Some(growth) = self.requests.growth(row, prefix, seq) else {
                 return Err(self.requests.decode_error(GrowthRequest { position, row, prefix, seq }, width));
             };
             growths.push(growth);
         }
-        let padding = Padding { batch_size, tokens_per_req };
-        self.plan(Pools { slots, table }, &growths, &mut [], padding, stream)
+        Ok(growths)
     }
 
     fn check_batch(&self, size: usize) -> Result<()> {
@@ -341,14 +356,18 @@ impl PlannerState {
     fn sizes(&self, batch: &[Growth], padding: Padding, table: &RequestTable) -> Result<BatchSizes> {
         let missing = padding.batch_size - batch.len();
         let of_padding = if missing > 0 { padding.tokens_per_req } else { 0 };
-        let longest = batch.iter().map(|growth| widen(growth.seq)).max().unwrap_or(0).max(of_padding);
+        let (mut longest, mut max_new, mut num_tokens) = (of_padding, of_padding, 0);
+        for growth in batch {
+            longest = longest.max(widen(growth.seq));
+            max_new = max_new.max(growth.new_tokens());
+            num_tokens += growth.new_tokens();
+        }
         if longest > table.config().max_context_len {
             return Err(Error::index(format!(
                 "a request of {longest} tokens does not fit a table of {} columns",
                 table.config().max_context_len
             )));
         }
-        let num_tokens: usize = batch.iter().map(|growth| growth.new_tokens()).sum();
         let padded_num_tokens = num_tokens.saturating_add(missing.saturating_mul(of_padding));
         if padded_num_tokens > self.metadata.config().max_tokens {
             return Err(Error::config(format!(
@@ -356,7 +375,6 @@ impl PlannerState {
                 self.metadata.config().max_tokens
             )));
         }
-        let max_new = batch.iter().map(|growth| growth.new_tokens()).max().unwrap_or(0).max(of_padding);
         Ok(BatchSizes {
             of_padding,
             num_tokens,

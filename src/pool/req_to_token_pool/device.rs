@@ -162,7 +162,8 @@ impl RequestTable {
             })?;
         match (noted, held) {
             (Some((&KnownPlaces::Columns { row, from, count }, values)), _) => {
-                mirror.wrote_columns(row, from, &broadcast(values, count)?);
+                let values = broadcast(values, count)?;
+                mirror.wrote_columns(std::iter::once((row, from, &*values)));
             }
             (Some((KnownPlaces::Points(points), values)), _) => {
                 let points = points.iter().enumerate();

@@ -271,17 +271,31 @@ impl RequestTable {
 
     /// Writes `slots` to a row from column `from` on: in host memory directly; on a GPU a launch of the
     /// caller writes them, and this updates the mirror.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a decode step calls it for each request")]
     pub(in crate::pool) fn put(&mut self, row: RequestRow, from: usize, slots: &[i32]) -> Result<()> {
-        match (&self.mirror, self.executor.gpu()) {
-            (Some(mirror), _) => mirror.wrote_columns(row, from, slots),
-            (None, Some(_)) => (),
-            (None, None) => {
-                let place = self.place(widen(row.number()), from);
-                self.writer.write(place, slots)?;
-            }
+        if self.executor.gpu().is_some() {
+            self.record_launched(std::iter::once((row, from, slots)));
+            return Ok(());
         }
+        let place = self.place(widen(row.number()), from);
+        self.writer.write(place, slots)?;
         self.record_written(row, from + slots.len());
         Ok(())
+    }
+
+    /// Records slots that a launch of the caller writes to rows, each from a column on.
+    pub(in crate::pool) fn record_launched<'a>(
+        &mut self,
+        written: impl Iterator<Item = (RequestRow, usize, &'a [i32])>,
+    ) {
+        let rows = &mut self.rows;
+        let written =
+            written.inspect(|(row, from, slots)| rows.record_written(*row, narrow(from + slots.len())));
+        match &self.mirror {
+            Some(mirror) => mirror.wrote_columns(written),
+            None => written.for_each(drop),
+        }
     }
 
     /// Works like [`Self::put`] with pages of one slot, which has the number of its page.

@@ -1,14 +1,17 @@
 //! Writing a step on a GPU.
 
+use std::ops::Range;
+
 use crate::base::bounded::int32;
-use crate::base::{Id, Result, try_with_capacity, widen};
-use crate::index::{Growth, PageSize};
-use crate::kernels::{Executor, Indices, PlanBatch, PlanFields, PlanRequest};
+use crate::base::{Id, PADDING, Result, try_with_capacity, widen};
+use crate::index::{Growth, PageList, PageSize};
+use crate::kernels::{Executor, Indices, PlanBatch, PlanFields, PlanRequest, PlanRequests};
 use crate::memory::Stream;
 use crate::pool::TableIndex;
 use crate::pool::batch_planner::Field;
 use crate::pool::req_to_token_pool::RequestTable;
 
+use super::host::write_earlier_slots;
 use super::{GrownBatch, PlanMetadata, slots_of};
 
 impl PlanMetadata {
@@ -25,35 +28,40 @@ impl PlanMetadata {
         let sent: usize = growths.iter().map(|growth| sent_pages(*growth, size).len()).sum();
         let of_padding: usize =
             (growths.len()..padded_size).map(|batch_index| self.small_fields.kv_pages(batch_index)).sum();
-        let mut requests = try_with_capacity(padded_size)?;
+        let mut requests = PlanRequests::new(padded_size)?;
         let mut pages: Vec<i32> = try_with_capacity(sent + of_padding)?;
-        for batch_index in 0..padded_size {
-            let mut growth = growths.get(batch_index).copied().unwrap_or(Growth::padding(0));
-            let Growth { row, start, prefix, .. } = growth;
+        let begins = self.small_fields.qo_indptr.iter().zip(&self.small_fields.kv_indptr);
+        for ((batch_index, &growth), (&qo_begin, &kv_begin)) in growths.iter().enumerate().zip(begins) {
+            let Growth { row, prefix, seq, mut start, .. } = growth;
             if sent > self.max_pages && start < prefix {
                 // Too many cached slots for one launch.
                 let slots = Indices::Host(slots_of(grown, row, 0, prefix)?);
                 table.write(&TableIndex::first_columns(row, prefix), &slots, stream)?;
-                growth.start = prefix;
+                start = prefix;
             }
-            let is_padding = batch_index >= growths.len();
             requests.push(PlanRequest {
                 row: row.number().cast_signed(),
-                start: growth.start.cast_signed(),
+                start: start.cast_signed(),
                 prefix: prefix.cast_signed(),
+                seq: seq.cast_signed(),
+                qo_begin,
+                kv_begin,
+                page_begin: int32(pages.len()),
+                block_from: int32(self.valid_entries(batch_index, row, table)),
+                block_until: int32(self.block_table.used(batch_index)),
+            });
+            put_pages(&mut pages, grown.pages(row), sent_pages(Growth { start, ..growth }, size));
+        }
+        for batch_index in growths.len()..padded_size {
+            requests.push(PlanRequest {
                 seq: self.small_fields.seq_lens[batch_index],
                 qo_begin: self.small_fields.qo_indptr[batch_index],
                 kv_begin: self.small_fields.kv_indptr[batch_index],
                 page_begin: int32(pages.len()),
-                block_from: if is_padding { 0 } else { int32(self.valid_entries(batch_index, row, table)) },
                 block_until: int32(self.block_table.used(batch_index)),
+                ..PlanRequest::default()
             });
-            if is_padding {
-                pages.resize(pages.len() + self.small_fields.kv_pages(batch_index), 0);
-            } else {
-                let sent = grown.pages(row).runs(sent_pages(growth, size)).flatten();
-                pages.extend(sent.map(|page| page.number().cast_signed()));
-            }
+            pages.resize(pages.len() + self.small_fields.kv_pages(batch_index), PADDING.cast_signed());
         }
         let host_fields = self.host_fields.as_mut().unwrap_or(&mut self.fields);
         self.small_fields.write(host_fields, &self.layout)?;
@@ -68,14 +76,27 @@ impl PlanMetadata {
         };
         let Executor::Device(launcher) = &self.executor else { return Ok(()) };
         let outcome = launcher.plan(&table.table()?, &self.plan_fields(), &planned, stream);
-        for (batch_index, growth) in growths.iter().enumerate() {
-            match &outcome {
-                Ok(()) => self.write_new_slots(grown, batch_index, *growth, table)?,
-                Err(_) => table.record_failed_write(growth.row, widen(growth.seq)),
+        if outcome.is_err() {
+            for growth in growths {
+                table.record_failed_write(growth.row, widen(growth.seq));
             }
+            return outcome;
         }
-        self.record_block_table(batch, table);
-        outcome
+        growths.iter().try_for_each(|growth| write_earlier_slots(grown, growth, table))?;
+        let new_slots = self.small_fields.new_slots_of_each();
+        table.record_launched(
+            growths
+                .iter()
+                .zip(new_slots)
+                .map(|(growth, new_slots)| (growth.row, widen(growth.prefix), new_slots)),
+        );
+        for (batch_index, growth) in growths.iter().enumerate() {
+            self.record_line(batch_index, growth.row, grown, table);
+        }
+        for batch_index in growths.len()..padded_size {
+            self.block_table.set_padding(batch_index, self.small_fields.kv_pages(batch_index));
+        }
+        Ok(())
     }
 
     /// Returns the positions of the fields, for the kernel.
@@ -98,7 +119,19 @@ impl PlanMetadata {
     }
 }
 
+/// Appends some of the pages of a request.
+#[inline]
+fn put_pages(to: &mut Vec<i32>, pages: &PageList, range: Range<usize>) {
+    // As in most decode steps.
+    if range.len() == 1 {
+        return to.push(pages.get(range.start).number().cast_signed());
+    }
+    for run in pages.runs(range) {
+        to.extend(run.iter().map(|page| page.number().cast_signed()));
+    }
+}
+
 /// Returns the pages of a request that are sent to the device.
-fn sent_pages(growth: Growth, page_size: PageSize) -> std::ops::Range<usize> {
+fn sent_pages(growth: Growth, page_size: PageSize) -> Range<usize> {
     widen(page_size.page(growth.start))..widen(page_size.pages(growth.seq))
 }

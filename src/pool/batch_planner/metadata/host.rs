@@ -17,54 +17,42 @@ impl PlanMetadata {
     pub(super) fn write_on_host(&mut self, batch: GrownBatch<'_>, table: &mut RequestTable) -> Result<()> {
         let GrownBatch { requests, growths, padded_size } = batch;
         self.small_fields.write(&mut self.fields, &self.layout)?;
-        for (batch_index, growth) in growths.iter().enumerate() {
-            self.write_new_slots(requests, batch_index, *growth, table)?;
-            let pages = requests.pages(growth.row);
-            self.write_pages(batch_index, self.valid_entries(batch_index, growth.row, table), pages)?;
+        for (growth, new_slots) in growths.iter().zip(self.small_fields.new_slots_of_each()) {
+            write_earlier_slots(requests, growth, table)?;
+            table.put(growth.row, widen(growth.prefix), new_slots)?;
+        }
+        for (batch_index, &Growth { row, .. }) in growths.iter().enumerate() {
+            let pages = requests.pages(row);
+            self.write_pages(batch_index, self.valid_entries(batch_index, row, table), pages)?;
+            self.record_line(batch_index, row, requests, table);
         }
         for batch_index in growths.len()..padded_size {
             let count = self.small_fields.kv_pages(batch_index);
             let mut padding = try_with_capacity(count)?;
             padding.resize(count, Page::new(PADDING));
             self.write_pages(batch_index, 0, &PageList::from(padding))?;
+            self.block_table.set_padding(batch_index, count);
         }
-        self.record_block_table(batch, table);
         Ok(())
-    }
-
-    /// Writes the new slots of a request to the table.
-    pub(super) fn write_new_slots(
-        &self,
-        requests: &Requests,
-        batch_index: usize,
-        growth: Growth,
-        table: &mut RequestTable,
-    ) -> Result<()> {
-        let Growth { row, start, prefix, .. } = growth;
-        if start < prefix {
-            write_slots_between(requests, row, start, prefix, table)?;
-        }
-        table.put(row, widen(prefix), self.small_fields.new_slots(batch_index))
     }
 
     /// Writes the pages of the request at `batch_index`, of which the block table already has the first
     /// `valid`.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a decode step calls it for each request")]
     fn write_pages(&mut self, batch_index: usize, valid: usize, pages: &PageList) -> Result<()> {
         let size = size_of::<i32>();
-        let fields = &mut self.fields;
-        let mut write = |begin: usize, from: usize| match pages.unshared() {
-            Some(pages) => fields.write(begin, &pages[from..]),
-            None => write_runs(fields, begin, pages.runs(from..pages.len())),
-        };
         if self.layout.has(Field::KvIndices) {
             let begin = self.layout.offset(Field::KvIndices) + self.small_fields.kv_begin(batch_index) * size;
-            write(begin, 0)?;
+            write_list(&mut self.fields, begin, pages, 0)?;
         }
         if self.layout.has(Field::BlockTable) {
             let line = self.layout.line(batch_index);
-            write(line + valid * size, valid)?;
+            write_list(&mut self.fields, line + valid * size, pages, valid)?;
             let stale = self.block_table.used(batch_index).saturating_sub(pages.len());
-            self.fields.fill(line + pages.len() * size, stale * size, 0)?;
+            if stale > 0 {
+                self.fields.fill(line + pages.len() * size, stale * size, 0)?;
+            }
         }
         Ok(())
     }
@@ -74,20 +62,43 @@ impl PlanMetadata {
         self.block_table.valid(batch_index, row, table.rows().generation(row))
     }
 
-    /// Records that the pages of a batch were written to the block table.
-    pub(super) fn record_block_table(&mut self, batch: GrownBatch<'_>, table: &RequestTable) {
-        let GrownBatch { requests, growths, padded_size } = batch;
-        for (batch_index, &Growth { row, .. }) in growths.iter().enumerate() {
-            let count = requests.pages(row).len();
-            self.block_table.set_request(batch_index, row, table.rows().generation(row), count);
-        }
-        for batch_index in growths.len()..padded_size {
-            self.block_table.set_padding(batch_index, self.small_fields.kv_pages(batch_index));
-        }
+    /// Records that all pages of a request are in line `batch_index` of the block table.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a decode step calls it for each request")]
+    pub(super) fn record_line(
+        &mut self,
+        batch_index: usize,
+        row: RequestRow,
+        requests: &Requests,
+        table: &RequestTable,
+    ) {
+        let count = requests.pages(row).len();
+        self.block_table.set_request(batch_index, row, table.rows().generation(row), count);
+    }
+}
+
+/// Writes the slots of a grown request that the table lacks, of positions before the new ones.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "a decode step calls it for each request")]
+pub(super) fn write_earlier_slots(
+    requests: &Requests,
+    &Growth { row, start, prefix, .. }: &Growth,
+    table: &mut RequestTable,
+) -> Result<()> {
+    if start < prefix { write_slots_between(requests, row, start, prefix, table) } else { Ok(()) }
+}
+
+/// Writes the pages of a request from position `from` on at byte `begin`.
+#[inline]
+fn write_list(to: &mut RegionWriter, begin: usize, pages: &PageList, from: usize) -> Result<()> {
+    match pages.unshared() {
+        Some(pages) => to.write(begin, &pages[from..]),
+        None => write_runs(to, begin, pages.runs(from..pages.len())),
     }
 }
 
 /// Writes the slots of positions `from..to` of a request to the table.
+#[cold]
 fn write_slots_between(
     requests: &Requests,
     row: RequestRow,

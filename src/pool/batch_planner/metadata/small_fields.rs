@@ -1,5 +1,8 @@
 //! The fields of a plan that do not grow with the context.
 
+use std::iter::repeat_n;
+use std::ops::Range;
+
 use crate::base::{Id, PADDING, Result, try_reserve, widen};
 use crate::index::Growth;
 use crate::memory::RegionWriter;
@@ -45,20 +48,19 @@ impl SmallFields {
         let tokens = growths.iter().map(|growth| growth.new_tokens()).sum::<usize>();
         self.reserve(padded_size, tokens + (padded_size - growths.len()) * widen(padding))?;
         let size = requests.page_size();
-        let filler = Growth::padding(padding);
-        // One field after the other, each in a loop of known length.
-        let all = || growths.iter().copied().chain(std::iter::repeat_n(filler, padded_size - growths.len()));
-        self.req_pool_indices.extend(all().map(|growth| growth.row.number().cast_signed()));
-        self.seq_lens.extend(all().map(|growth| growth.seq.cast_signed()));
-        self.kv_last_page_len.extend(all().map(|growth| size.last_page_len(growth.seq).cast_signed()));
-        sums(&mut self.qo_indptr, all().map(|growth| growth.seq - growth.prefix));
-        sums(&mut self.kv_indptr, all().map(|growth| size.pages(growth.seq)));
-        for growth in all() {
-            self.positions.extend((growth.prefix..growth.seq).map(u32::cast_signed));
-        }
+        // One field after the other, each in loops of known length.
+        let padded =
+            PaddedBatch { growths, filler: Growth::padding(padding), missing: padded_size - growths.len() };
+        padded.put(&mut self.req_pool_indices, |growth| growth.row.number());
+        padded.put(&mut self.seq_lens, |growth| growth.seq);
+        padded.put(&mut self.kv_last_page_len, |growth| size.last_page_len(growth.seq));
+        padded.put_sums(&mut self.qo_indptr, |growth| growth.seq - growth.prefix);
+        padded.put_sums(&mut self.kv_indptr, |growth| size.pages(growth.seq));
         for growth in growths {
+            put_range(&mut self.positions, growth.prefix..growth.seq);
             requests.slots(growth.row, growth.prefix, growth.seq, &mut self.out_cache_loc);
         }
+        (0..padded.missing).for_each(|_| put_range(&mut self.positions, 0..padding));
         self.real_tokens = self.out_cache_loc.len();
         self.out_cache_loc.resize(self.positions.len(), PADDING.cast_signed());
         Ok(())
@@ -88,10 +90,12 @@ impl SmallFields {
         self.kv_begin(batch_index + 1) - self.kv_begin(batch_index)
     }
 
-    /// Returns the slots of the new tokens of the request at `batch_index`.
-    pub(super) fn new_slots(&self, batch_index: usize) -> &[i32] {
-        let begin = |batch_index: usize| widen(self.qo_indptr[batch_index].cast_unsigned());
-        &self.out_cache_loc[begin(batch_index)..begin(batch_index + 1)]
+    /// Returns the slots of the new tokens of each request.
+    #[inline]
+    pub(super) fn new_slots_of_each(&self) -> impl Iterator<Item = &[i32]> {
+        let ends =
+            self.qo_indptr.windows(2).map(|ends| [ends[0], ends[1]].map(|at| widen(at.cast_unsigned())));
+        ends.map(|[begin, end]| &self.out_cache_loc[begin..end])
     }
 
     /// Writes the fields to host memory.
@@ -132,12 +136,44 @@ impl SmallFields {
     }
 }
 
-/// Appends 0 and the running sums of `counts`.
-fn sums(to: &mut Vec<i32>, counts: impl Iterator<Item = u32>) {
-    let mut sum = 0;
-    to.push(sum);
-    to.extend(counts.map(|count| {
-        sum += count.cast_signed();
-        sum
-    }));
+/// The requests of a batch, followed by those that pad it.
+#[derive(Clone, Copy)]
+struct PaddedBatch<'a> {
+    growths: &'a [Growth],
+    /// Each request of the padding.
+    filler: Growth,
+    /// The number of those.
+    missing: usize,
+}
+
+impl PaddedBatch<'_> {
+    /// Appends a number of each request.
+    #[inline]
+    fn put(&self, to: &mut Vec<i32>, number: impl Fn(&Growth) -> u32) {
+        to.extend(self.growths.iter().map(|growth| number(growth).cast_signed()));
+        to.extend(repeat_n(number(&self.filler).cast_signed(), self.missing));
+    }
+
+    /// Appends 0 and the running sums of a number of each request.
+    #[inline]
+    fn put_sums(&self, to: &mut Vec<i32>, number: impl Fn(&Growth) -> u32) {
+        let mut sum = 0;
+        let mut add = |number: u32| {
+            sum += number.cast_signed();
+            sum
+        };
+        to.push(0);
+        to.extend(self.growths.iter().map(|growth| add(number(growth))));
+        to.extend(repeat_n(number(&self.filler), self.missing).map(add));
+    }
+}
+
+/// Appends the numbers of a range.
+#[inline]
+fn put_range(to: &mut Vec<i32>, range: Range<u32>) {
+    // As in most decode steps.
+    if range.len() == 1 {
+        return to.push(range.start.cast_signed());
+    }
+    to.extend(range.map(u32::cast_signed));
 }
