@@ -3440,7 +3440,9 @@ class HostTier(Pool):
     are evicted last; of the others, the least recently used ones are evicted first.
 
     If there is a driver and the pool is on a GPU, the memory is page-locked in steps on threads, like that of
-    a `ChunkPool`, and can be used before all of it is page-locked.
+    a `ChunkPool`, and can be used before all of it is page-locked. Copies to it then pass through a staging area
+    on the GPU, so that copy engines move them over the bus and not kernels, which would take multiprocessors from
+    the model: `KVPOOL_STAGING_BYTES`, 128 MiB by default and at most twice the tier; 0 for none.
 
     Args:
         kv: The pool of the K and V.
@@ -3498,6 +3500,8 @@ class HostTier(Pool):
         """
     def mem_bytes(self) -> int:
         """Bytes of the memory."""
+    def staging_bytes(self) -> int:
+        """Bytes of GPU memory through which copies come here; 0 if there is no such area."""
     def wait_page_locked(self, timeout: float | None = None) -> bool:
         """Waits, without the GIL, until page-locking has ended.
 

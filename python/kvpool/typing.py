@@ -318,6 +318,7 @@ class TierStats(PoolStats):
         storing: On their way to a store, those that wait included.
         unstored: Not taken by a store.
         page_locked: Places that are page-locked.
+        staging_bytes: GPU memory through which copies come here.
     """
 
     pages: int
@@ -333,6 +334,7 @@ class TierStats(PoolStats):
     storing: int
     unstored: int
     page_locked: int
+    staging_bytes: int
 
 
 class StoreStats(TypedDict):

@@ -28,7 +28,7 @@ use crate::base::{
 };
 use crate::index::{Move, RowExtent};
 use crate::kernels::indices::{IndexSpace, IndexSpaces, Indices, Numbers};
-use crate::kernels::pages::{HostAccess, PagePlan, Pieces};
+use crate::kernels::pages::{HostAccess, PageCopy, PagePlan, Pieces, StagedCopy};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{StoreRows, targets};
 use crate::kernels::table::Table;
@@ -78,9 +78,17 @@ const MAX_GROWING: usize = (WithList::<ContinueParams>::ROOM - 1) / 2;
 /// The most pages in one launch of [`Launcher::copy_pages`].
 const MAX_PAGES: usize = WithList::<PagesParams>::ROOM / 2;
 
-/// The most blocks of a copy of pages. Each has up to 16 KiB in flight: 512 KiB together are several times
-/// what a bus transfers while one access takes, and the rest of the device is left to other streams.
+/// The most blocks of a copy of pages over the bus. Each has up to 16 KiB in flight: 512 KiB together are several
+/// times what a bus transfers while one access takes, and the rest of the device is left to other streams.
 const PAGE_BLOCKS: u32 = 32;
+
+/// As [`PAGE_BLOCKS`], of a copy from the host in runs of [`LONG_RUN`] bytes, for which so few suffice (H100,
+/// 2026-11-26).
+const LOADING_BLOCKS: u32 = 8;
+const LONG_RUN: usize = 16 << 10;
+
+/// The most blocks of a copy of pages on the device: several for each multiprocessor.
+const GATHERING_BLOCKS: u32 = 1024;
 
 /// The kernels of a pool on its device, a ring for numbers from the host, and a record of faults.
 #[derive(Debug)]
@@ -415,13 +423,51 @@ impl Launcher {
         if pieces.reach() == HostAccess::Copied {
             return self.copy_each_page(plan, stream);
         }
+        if let Some(staged) = &plan.staging {
+            return self.copy_staged_pages(plan, staged, stream);
+        }
+        let is_light = plan.direction == PageCopy::In && plan.run_bytes() >= LONG_RUN;
+        self.launch_page_copies(plan, if is_light { LOADING_BLOCKS } else { PAGE_BLOCKS }, stream)
+    }
+
+    /// Copies whole pages to pieces by way of a staging area: a kernel gathers them there, and copies of the
+    /// driver, of as many pieces as lie in a row, move them on.
+    fn copy_staged_pages(&self, plan: &PagePlan<'_>, staged: &StagedCopy<'_>, stream: Stream) -> Result<()> {
+        let mut indices: Vec<[i32; 2]> = try_with_capacity(plan.indices.len())?;
+        indices.extend(&plan.indices);
+        indices.sort_unstable_by_key(|[_, piece]| *piece);
+        let area = staged.area();
+        let filling = area.begin(stream)?;
+        for batch in indices.chunks(staged.pieces_at_once()) {
+            let mut places: Vec<i32> = try_with_capacity(batch.len())?;
+            places.extend(batch.iter().map(|[_, piece]| *piece));
+            let mut gathered: Vec<[i32; 2]> = try_with_capacity(batch.len())?;
+            gathered.extend(batch.iter().zip(0..).map(|([page, _], at)| [*page, at]));
+            let gather = |begin: usize| {
+                let kinds = [0, 1].map(|kind| staged.into_area(&plan.kinds[kind], begin));
+                let gather = PagePlan { kinds, indices: gathered, staging: None, ..*plan };
+                self.launch_page_copies(&gather, GATHERING_BLOCKS, filling)
+            };
+            let move_on = |begin: usize| {
+                staged.parts(&places, begin).try_for_each(|part| {
+                    let [source, target] = part?;
+                    self.gpu.copy_2d(&target, &source, stream)
+                })
+            };
+            area.pass([filling, stream], gather, move_on)?;
+        }
+        Ok(())
+    }
+
+    /// Copies pages by a kernel, of up to `max_blocks` blocks.
+    fn launch_page_copies(&self, plan: &PagePlan<'_>, max_blocks: u32, stream: Stream) -> Result<()> {
         let groups = Groups::of_pages(plan)?;
         let targets = [PageTarget::new(&plan.kinds[0]), PageTarget::new(&plan.kinds[1])];
         for indices in plan.indices.chunks(MAX_PAGES) {
             let (groups, [blocks, _]) = groups.for_rows(indices.len())?;
             let params = PagesParams { count: signed(indices.len()), blocks: blocks.into(), groups, targets };
             let params = WithList::new(params, &[indices.as_flattened()]);
-            self.launch(self.kernels.copy_pages, [blocks.min(PAGE_BLOCKS), 1], &params, stream)?;
+            self.launch(self.kernels.copy_pages, [blocks.min(max_blocks), 1], &params, stream)?;
         }
         Ok(())
     }

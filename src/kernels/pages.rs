@@ -13,6 +13,7 @@ use crate::memory::{BorrowedTensor, Region};
 
 use super::row_copy::{AHEAD, RowCopy};
 use super::rows::{LayerRows, RowBuffer};
+use super::staging::StagingArea;
 
 /// A page of a pool, and the piece of host memory that holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,6 +123,16 @@ pub struct Pieces {
     layers: usize,
     /// Bytes of a page in one layer, of each kind.
     page_bytes: [usize; 2],
+    /// The way by which whole pages come here from a device, if not directly.
+    staging: Option<PieceStaging>,
+}
+
+/// The way of pages from a device to their pieces through a staging area.
+#[derive(Clone, Debug)]
+struct PieceStaging {
+    area: Arc<StagingArea>,
+    /// The number of pieces in each part of the memory that one copy may reach.
+    pieces_together: usize,
 }
 
 impl Pieces {
@@ -185,7 +196,18 @@ impl Pieces {
             page_size,
             layers: rows.layers(),
             page_bytes: page_bytes(rows, page_size)?,
+            staging: None,
         })
+    }
+
+    /// Lets whole pages come from the device through `area`, if it has room for one and the device reaches
+    /// the pieces in place. No copy crosses a multiple of `pieces_together` pieces, at which another
+    /// registration of page-locked memory may begin.
+    #[must_use]
+    pub fn staged(self, area: &Arc<StagingArea>, pieces_together: usize) -> Self {
+        let is_useful = self.reach == HostAccess::InPlace && (1..=area.half_bytes()).contains(&self.stride);
+        let area = Arc::clone(area);
+        Self { staging: is_useful.then_some(PieceStaging { area, pieces_together }), ..self }
     }
 
     /// Returns the memory.
@@ -222,6 +244,15 @@ impl Pieces {
         let begin = widen(piece) * self.stride;
         let each: usize = self.page_bytes.iter().sum();
         Ok(begin + layers.start * each..begin + layers.end * each)
+    }
+
+    /// Returns `count` pieces in a row, from byte `begin` of a region on, as rows of their bytes.
+    fn rows_of<'a>(&self, region: &'a Region, begin: usize, count: usize) -> Result<BorrowedTensor<'a>> {
+        let bytes = self.layers * self.page_bytes.iter().sum::<usize>();
+        let [rows, bytes] = if bytes == self.stride { [1, count * bytes] } else { [count, bytes] };
+        let shape = Dims::of(&[rows, bytes])?;
+        let strides = Dims::new(&[signed(if rows == 1 { bytes } else { self.stride }), 1])?;
+        region.borrow(begin, DType::U8, shape, strides)
     }
 
     fn check_layers(&self, layers: &Range<usize>) -> Result<()> {
@@ -277,7 +308,10 @@ impl Pieces {
             };
             KindCopy { source, target, bytes }
         });
-        Ok(PagePlan { kinds, layers: layers.len(), indices })
+        let staging =
+            self.staging.as_ref().filter(|_| direction == PageCopy::Out && layers.len() == self.layers);
+        let staging = staging.map(|staging| StagedCopy { pieces: self, staging });
+        Ok(PagePlan { kinds, layers: layers.len(), indices, direction, staging })
     }
 
     /// Checks that `rows` have the layout of those that the pieces were made for.
@@ -352,6 +386,70 @@ pub(super) struct PagePlan<'a> {
     pub(super) layers: usize,
     /// The number of each source and of its target.
     pub(super) indices: Vec<[i32; 2]>,
+    pub(super) direction: PageCopy,
+    /// The way of whole pages to pieces through a staging area, if they take it.
+    pub(super) staging: Option<StagedCopy<'a>>,
+}
+
+impl PagePlan<'_> {
+    /// Returns the bytes of the longest contiguous part of a page.
+    pub(super) fn run_bytes(&self) -> usize {
+        self.kinds.iter().map(|kind| kind.bytes).max().unwrap_or(0)
+    }
+}
+
+/// A copy of whole pages to pieces through a staging area, where they lie as pieces do.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StagedCopy<'a> {
+    pieces: &'a Pieces,
+    staging: &'a PieceStaging,
+}
+
+impl<'a> StagedCopy<'a> {
+    /// Returns the staging area.
+    pub(super) fn area(&self) -> &'a StagingArea {
+        &self.staging.area
+    }
+
+    /// Returns the number of pieces in a half of the area.
+    pub(super) fn pieces_at_once(&self) -> usize {
+        self.area().half_bytes() / self.pieces.stride
+    }
+
+    /// Returns a copy that ends in the area, where the pieces begin at byte `begin`.
+    pub(super) fn into_area(self, kind: &KindCopy<'a>, begin: usize) -> KindCopy<'a> {
+        let target =
+            PageSide { region: self.area().region(), offset: begin + kind.target.offset, ..kind.target };
+        KindCopy { target, ..*kind }
+    }
+
+    /// Returns the parts of copies from the area, where the pieces begin at byte `begin`, to `places`: each is
+    /// as many pieces in a row as one copy may reach, as rows of bytes in the area and in the pieces. The
+    /// places ascend.
+    pub(super) fn parts<'b>(
+        &self,
+        places: &'b [i32],
+        begin: usize,
+    ) -> impl Iterator<Item = Result<[BorrowedTensor<'a>; 2]>> + 'b
+    where
+        'a: 'b,
+    {
+        let Self { pieces, staging } = *self;
+        let number = |place: i32| unsigned(place.into());
+        let continues = move |before: &i32, next: &i32| {
+            before + 1 == *next && number(*next) % staging.pieces_together != 0
+        };
+        let mut at = 0;
+        places.chunk_by(continues).map(move |run| {
+            let area = begin + at * pieces.stride;
+            at += run.len();
+            let target = number(run[0]) * pieces.stride;
+            Ok([
+                pieces.rows_of(staging.area.region(), area, run.len())?,
+                pieces.rows_of(&pieces.region, target, run.len())?,
+            ])
+        })
+    }
 }
 
 /// The copies of one kind.
@@ -395,7 +493,7 @@ impl PageSide<'_> {
 
 /// Carries out a copy in host memory, on this thread.
 pub(super) fn copy_pages(plan: &PagePlan<'_>) {
-    let PagePlan { kinds, layers, indices } = plan;
+    let PagePlan { kinds, layers, indices, .. } = plan;
     let batch_bytes = indices.len() * layers * (kinds[0].bytes + kinds[1].bytes);
     let kinds = kinds.map(|kind| (kind, RowCopy::of_pages(kind.bytes, batch_bytes)));
     for (at, &[source, target]) in indices.iter().enumerate() {

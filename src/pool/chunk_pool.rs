@@ -209,14 +209,23 @@ impl ChunkPool {
     pub fn start_page_locking(self: &Arc<Self>) -> Option<PageLocking> {
         let gpu = self.page_lock_gpu.as_ref()?;
         self.state().is_page_locking = true;
+        let sink: Weak<dyn PageLockSink> = Arc::<Self>::downgrade(self);
+        let threads = self.config.page_lock_threads;
+        Some(PageLocking::start(gpu, &self.region, self.page_lock_steps(), threads, sink))
+    }
+
+    /// Returns the bytes of each step of page-locking: as many chunks in all steps but the last.
+    fn page_lock_steps(&self) -> Vec<Range<usize>> {
         // A group of this many chunks begins and ends at a page.
         let page = system_page_size();
         let together = page / (1usize << self.stride.trailing_zeros()).min(page);
         let ends = (together..).step_by(together).take_while(|end| *end < self.config.num_chunks);
-        let ends = ends.chain([self.config.num_chunks]).map(|end| end * self.stride);
-        let sink: Weak<dyn PageLockSink> = Arc::<Self>::downgrade(self);
-        let threads = self.config.page_lock_threads;
-        Some(PageLocking::start(gpu, &self.region, page_lock_steps(ends), threads, sink))
+        page_lock_steps(ends.chain([self.config.num_chunks]).map(|end| end * self.stride))
+    }
+
+    /// Returns the number of chunks that are page-locked together: no copy by the driver crosses a multiple.
+    pub(super) fn chunks_together(&self) -> usize {
+        self.page_lock_steps().first().map_or(1, |step| (step.len() / self.stride.max(1)).max(1))
     }
 
     /// Waits up to `timeout` for the end of page-locking. Returns whether it has ended.

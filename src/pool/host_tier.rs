@@ -13,8 +13,8 @@ use crate::base::{Device, Error, ErrorKind, ForkGate, Page, Result, StateSlot};
 use crate::cache::{
     DevicePresence, LowerTierContents, Namespace, OfferedPages, OfferedPieces, PageHash, WritePolicy,
 };
-use crate::kernels::{PageCopy, PagePair};
-use crate::memory::{Backend, SideStream, Stream};
+use crate::kernels::{PageCopy, PagePair, StagingArea};
+use crate::memory::{Backend, Gpu, SideStream, Stream};
 use crate::transfer::{CopyQueue, EarlierCopy, Transfer};
 
 use super::contract::{Pool, Stats};
@@ -38,6 +38,9 @@ pub struct HostTierConfig {
     pub pin_memory: bool,
     /// Number of threads that page-lock it.
     pub page_lock_threads: usize,
+    /// Bytes of device memory through which a device copies to page-locked memory, at most twice those of the
+    /// tier; 0 for none.
+    pub staging_bytes: usize,
 }
 
 impl fmt::Debug for HostTier {
@@ -71,6 +74,7 @@ impl fmt::Debug for HostTier {
 /// let kv = Arc::new(KvPool::new(&config, &host).unwrap());
 /// let config = HostTierConfig {
 ///     size: 1024, max_states: 0, write: WritePolicy::Through, pin_memory: false, page_lock_threads: 1,
+///     staging_bytes: 0,
 /// };
 /// let tier = HostTier::new(&config, &kv, None, &host).unwrap();
 /// assert_eq!(tier.page_bytes(), 16 * 2 * 2 * 4 * 8 * 2);
@@ -81,6 +85,8 @@ pub struct HostTier {
     states: Option<Storage>,
     kv: Arc<KvPool>,
     gdn: Option<Arc<GdnPool>>,
+    /// Device memory on the way down.
+    staging: Option<Arc<StagingArea>>,
     down: CopyQueue,
     up: CopyQueue,
     counts: RankedMutex<TierCounts>,
@@ -228,16 +234,18 @@ impl HostTier {
         let gpu = kv.gpu().cloned();
         let storage =
             |count, (rows, page_size), rank| Storage::new(config, count, rows, page_size, backend, rank);
-        let pages = storage(config.size / page_size, kv.pages(), LockRank::TierPages)?;
-        let states_of = states
+        let mut pages = storage(config.size / page_size, kv.pages(), LockRank::TierPages)?;
+        let mut states_of = states
             .map(|states| storage(config.max_states, states.pages(), LockRank::TierStates))
             .transpose()?;
+        let staging = staging_area(config, gpu.as_ref(), [Some(&mut pages), states_of.as_mut()])?;
         Ok(Self {
             config: *config,
             pages,
             states: states_of,
             kv: Arc::clone(kv),
             gdn: states.cloned(),
+            staging,
             down: CopyQueue::new(SideStream::Out, gpu.clone()),
             up: CopyQueue::new(SideStream::In, gpu),
             counts: RankedMutex::new(LockRank::TierCounts, TierCounts::default()),
@@ -282,6 +290,12 @@ impl HostTier {
         self.storages().map(Storage::mem_bytes).sum()
     }
 
+    /// Returns the number of bytes of device memory through which copies come here.
+    #[must_use]
+    pub fn staging_bytes(&self) -> usize {
+        self.staging.as_ref().map_or(0, |area| area.bytes())
+    }
+
     /// Waits up to `timeout` for the end of page-locking. Returns whether it has ended.
     ///
     /// # Errors
@@ -313,7 +327,7 @@ impl HostTier {
     /// Returns the statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and
     /// `state_capacity`; and, with snapshots, the pieces `written`, `loaded`, `evicted`, `skipped` because no
     /// place was free, `failed`, `fetched` from a store, on their way to it (`storing`) and not accepted by it
-    /// (`unstored`); page-locked places (`page_locked`); `bytes`.
+    /// (`unstored`); page-locked places (`page_locked`); `bytes`, and `staging_bytes` on the device.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let counts = *self.counts.lock();
@@ -335,6 +349,7 @@ impl HostTier {
             ("unstored", counts.unstored),
             ("page_locked", self.storages().map(Storage::page_locked).sum()),
             ("bytes", self.mem_bytes()),
+            ("staging_bytes", self.staging_bytes()),
         ])
     }
 
@@ -578,6 +593,27 @@ impl HostTier {
         counts.fetched += more.fetched;
         counts.unstored += more.unstored;
     }
+}
+
+/// Creates the staging area of a tier, and lets pieces come through it that `gpu` accesses in place.
+fn staging_area(
+    config: &HostTierConfig,
+    gpu: Option<&Arc<Gpu>>,
+    storages: [Option<&mut Storage>; 2],
+) -> Result<Option<Arc<StagingArea>>> {
+    let mut storages: Vec<_> =
+        storages.into_iter().flatten().filter(|storage| storage.is_in_place()).collect();
+    let bytes =
+        storages.iter().map(|storage| 2 * storage.mem_bytes()).sum::<usize>().min(config.staging_bytes);
+    let Some(gpu) = gpu.filter(|_| bytes > 0) else { return Ok(None) };
+    let area = StagingArea::new(gpu, bytes).map_err(|failure| {
+        failure.with_prefix("the staging area of a tier (KVPOOL_STAGING_BYTES; 0 for none)")
+    })?;
+    let area = Arc::new(area);
+    for storage in &mut storages {
+        storage.stage_in(&area);
+    }
+    Ok(Some(area))
 }
 
 impl Pool for HostTier {

@@ -170,12 +170,17 @@ impl PageLocking {
 
 /// Returns the number of threads that page-lock memory: `KVPOOL_PAGE_LOCK_THREADS`.
 pub(super) fn page_lock_threads() -> PyResult<usize> {
-    const VARIABLE: &str = "KVPOOL_PAGE_LOCK_THREADS";
-    const USUAL: usize = 2;
-    let Ok(value) = std::env::var(VARIABLE) else { return Ok(USUAL) };
+    number_of("KVPOOL_PAGE_LOCK_THREADS", 1, 2)
+}
+
+/// Returns the number from `least` on that an environment variable is set to, or else the usual one.
+pub(super) fn number_of(variable: &str, least: usize, usual: usize) -> PyResult<usize> {
+    let Ok(value) = std::env::var(variable) else { return Ok(usual) };
     match value.trim().parse() {
-        Ok(threads) if threads > 0 => Ok(threads),
-        _ => Err(Error::config(format!("{VARIABLE} is {value:?}; it must be a number from 1 on")).into()),
+        Ok(number) if number >= least => Ok(number),
+        _ => {
+            Err(Error::config(format!("{variable} is {value:?}; it must be a number from {least} on")).into())
+        }
     }
 }
 

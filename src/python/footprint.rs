@@ -8,6 +8,8 @@ use crate::pool::{
     AllocatorConfig, Footprint, GdnConfig, KvConfig, KvLayout, PlannerConfig, ReqToTokenConfig,
 };
 
+use super::host_tier::staging_bytes;
+
 /// `kvpool.tools.plan.model.KvLayers`.
 #[derive(FromPyObject)]
 struct KvLayers {
@@ -39,6 +41,7 @@ struct Shapes {
     page_size: usize,
     max_context_len: usize,
     step_tokens: usize,
+    host_tier: bool,
     device: String,
 }
 
@@ -58,7 +61,7 @@ pub(super) fn _footprint<'py>(
     size: usize,
     max_reqs: usize,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let Shapes { kv, dtype, states, conv_dtype, page_size, max_context_len, step_tokens, device } =
+    let Shapes { kv, dtype, states, conv_dtype, page_size, max_context_len, step_tokens, host_tier, device } =
         shapes.extract()?;
     let (dtype, device) = (DType::parse(&dtype)?, Device::parse(&device)?);
     let (mut transfer, mut kv_bytes) = (0, 0);
@@ -103,12 +106,14 @@ pub(super) fn _footprint<'py>(
     // A step in which every request decodes one token must fit.
     let max_tokens = step_tokens.max(max_reqs);
     let plan = PlannerConfig::new(max_reqs, max_tokens);
+    let staging = if host_tier && device != Device::Cpu { staging_bytes()? } else { 0 };
     let bytes = [
         ("kv_bytes", kv_bytes),
         ("states_bytes", states_bytes),
         ("table_bytes", pool(table.footprint(device)?)),
         ("allocator_bytes", pool(slots.footprint(device)?)),
         ("planner_bytes", pool(plan.footprint(&table, &slots, device)?)),
+        ("staging_bytes", staging),
     ];
     let found = bytes.into_py_dict(py)?;
     found.set_item("transfer_bytes", transfer)?;

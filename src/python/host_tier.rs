@@ -13,7 +13,7 @@ use crate::pool::{HostTier as Tier, HostTierConfig, Load as PoolLoad};
 
 use super::args;
 use super::base_pool::{BasePool, PoolClass, PoolVisitor};
-use super::chunk_pool::page_lock_threads;
+use super::chunk_pool::{number_of, page_lock_threads};
 use super::debug::Debug;
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
@@ -29,7 +29,9 @@ use super::{logging, wait_in_slices};
 /// are evicted last; of the others, the least recently used ones are evicted first.
 ///
 /// If there is a driver and the pool is on a GPU, the memory is page-locked in steps on threads, like that of
-/// a `ChunkPool`, and can be used before all of it is page-locked.
+/// a `ChunkPool`, and can be used before all of it is page-locked. Copies to it then pass through a staging area
+/// on the GPU, so that copy engines move them over the bus and not kernels, which would take multiprocessors from
+/// the model: `KVPOOL_STAGING_BYTES`, 128 MiB by default and at most twice the tier; 0 for none.
 ///
 /// Args:
 ///     kv: The pool of the K and V.
@@ -68,6 +70,14 @@ impl PoolClass for HostTier {
     }
 }
 
+/// Returns the most bytes of the staging area of a tier: `KVPOOL_STAGING_BYTES`.
+pub(super) fn staging_bytes() -> PyResult<usize> {
+    // Two halves of 64 MiB. While a kernel of others holds the device, the next half is not gathered, and smaller
+    // ones leave the bus idle then (H100, 2026-11-26).
+    const USUAL: usize = 128 << 20;
+    number_of("KVPOOL_STAGING_BYTES", 0, USUAL)
+}
+
 /// The ways to write, and their names.
 const WRITES: [(&str, WritePolicy); 3] =
     [("through", WritePolicy::Through), ("selective", WritePolicy::Selective), ("back", WritePolicy::Back)];
@@ -97,7 +107,8 @@ impl HostTier {
             (None, gdn) => gdn.map_or(0, |gdn| in_proportion(gdn.config().max_track_slots)),
         };
         let page_lock_threads = page_lock_threads()?;
-        let config = HostTierConfig { size, max_states, write, pin_memory, page_lock_threads };
+        let staging_bytes = staging_bytes()?;
+        let config = HostTierConfig { size, max_states, write, pin_memory, page_lock_threads, staging_bytes };
         let backend: Arc<dyn Backend> = Arc::new(MappedHost::default());
         let tier = Arc::new(py.detach(|| Tier::new(&config, pool, gdn, &backend))?);
         Ok(BasePool::initializer("HostTier", Debug::OFF, Self { tier, kv, states }))
@@ -136,6 +147,11 @@ impl HostTier {
     /// Bytes of the memory.
     fn mem_bytes(&self) -> usize {
         self.tier.mem_bytes()
+    }
+
+    /// Bytes of GPU memory through which copies come here; 0 if there is no such area.
+    fn staging_bytes(&self) -> usize {
+        self.tier.staging_bytes()
     }
 
     /// The pool of the K and V.

@@ -49,7 +49,7 @@ impl CopyQueue {
     pub const fn new(direction: SideStream, gpu: Option<Arc<Gpu>>) -> Self {
         let name = match direction {
             SideStream::In => "kvpool-copy-in",
-            SideStream::Out => "kvpool-copy-out",
+            SideStream::Out | SideStream::Gather => "kvpool-copy-out",
         };
         Self { direction, gpu, thread: JobThread::new(name) }
     }

@@ -741,6 +741,141 @@ def test_a_driver_call_that_fails_loses_nothing(  # noqa: C901 - one call after 
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("has_states", [False, True])
+@pytest.mark.parametrize(
+    ("page_size", "staging", "passes"),
+    [(1, 0, 0), (1, 1024, 12), (4, 2048, 6), (4, 3072, 3), (4, 1 << 20, 1)],
+)
+def test_pages_come_to_host_memory_through_a_staging_area(  # noqa: PLR0913 - two fixtures
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    page_size: int,
+    staging: int,
+    passes: int,
+    *,
+    has_states: bool,
+) -> None:
+    """A kernel fills one half, and a copy of the driver empties it, as the pages lie in a row."""
+    monkeypatch.setenv("KVPOOL_STAGING_BYTES", str(staging))
+    with devices.on("cuda"):
+        scene = Scene("cuda", page_size, has_states=has_states)
+        assert (
+            scene.tier.staging_bytes()
+            == scene.tier.stats()["staging_bytes"]
+            == min(staging, 2 * scene.tier.mem_bytes())
+        )
+        driver.reset_calls()
+        scene.keep(PROMPT)
+        scene.settle()
+        states = int(has_states)
+        assert driver.calls("launch:kvpool_copy_pages") == (passes or 1) + states
+        assert driver.calls("cuMemcpy2DAsync_v2") == passes + states * bool(staging)
+        assert scene.forget() == 24
+        lease = scene.cache.match(PROMPT)
+        scene.finish(begin(lease))
+        scene.check(lease, PROMPT)
+        lease.release()
+        scene.end()
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("driver")
+def test_what_is_gathered_is_moved_on_to_scattered_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPOOL_STAGING_BYTES", "3072")
+    chance = random.Random(1)  # noqa: S311
+    with devices.on("cuda"):
+        scene = Scene("cuda", host=44)  # eleven pages
+        prompts = [[prompt] * (4 * chance.randrange(2, 7)) for prompt in range(12)]
+        copied = 0
+        for _ in range(60):
+            prompt = chance.choice(prompts)
+            scene.keep(prompt)
+            scene.forget()
+            with scene.cache.match(prompt) as lease:
+                load = lease.load()
+                if load is not None:
+                    scene.finish(load)
+                    scene.check(lease, prompt[: lease.length])
+                    copied += load.length
+        assert copied > 200
+        assert scene.tier.stats()["evicted"] > 50
+        scene.end()
+
+
+@pytest.mark.cuda
+def test_the_places_of_a_prompt_lie_together(driver: Driver) -> None:
+    """Those of another one, whose end was evicted first."""
+    with devices.on("cuda"):
+        scene = Scene("cuda", host=48)  # twelve pages
+        for first in (100, 200):
+            scene.keep(range(first, first + 24))
+            scene.forget()
+        driver.reset_calls()
+        scene.keep(range(300, 324))
+        scene.settle()
+        assert scene.tier.stats()["evicted"] == 6
+        assert driver.calls("cuMemcpy2DAsync_v2") == 1
+        scene.end()
+
+
+@pytest.mark.cuda
+def test_no_copy_crosses_what_is_page_locked_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of 2 MiB, of which 32 are page-locked in a step; the area has room for all 36."""
+    monkeypatch.setenv("KVPOOL_STAGING_BYTES", str(1 << 30))
+    with devices.on("cuda"):
+        kv = KVPool(16 * 36, 1, 1, 1 << 14, "cuda", torch.float32, page_size=16)
+        allocator = TokenToKVPoolAllocator(16 * 36, "cuda", 16)
+        tier = HostTier(kv, 16 * 36)
+        assert tier.staging_bytes() == 2 * tier.mem_bytes()
+        cache = PrefixCache(allocator, tiers=(tier,))
+        assert tier.wait_page_locked(30)
+        driver.reset_calls()
+        with cache.match(range(16 * 36)) as lease:
+            slots = some(allocator.alloc(16 * 36))
+            for buffer in (kv.k_buffer[0], kv.v_buffer[0]):
+                buffer.copy_(
+                    to_current(
+                        torch.arange(buffer.shape[0], dtype=torch.float32).view(-1, 1, 1).expand(buffer.shape)
+                    )
+                )
+            lease.publish(range(16 * 36), slots)
+        driver.run()
+        assert driver.calls("launch:kvpool_copy_pages") == 1
+        assert driver.calls("cuMemcpy2DAsync_v2") == 2
+        assert cache.evict(16 * 36) == 16 * 36
+        kv.k_buffer[0].zero_()
+        with cache.match(range(16 * 36)) as lease:
+            load = begin(lease)
+            load.wait_layer(0)
+            driver.run()
+            rows = lease.slots.cpu().long()
+            assert torch.equal(
+                kv.k_buffer[0].cpu()[rows, 0, 0].sort().values, torch.arange(16, 16 * 37).float()
+            )
+
+
+@pytest.mark.cuda
+def test_a_staging_area_that_does_not_fit_is_named(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    with devices.on("cuda"):
+        kv = KVPool(SIZE, LAYERS, 2, 4, "cuda", torch.float32, page_size=4)
+        gc.collect()
+        before = driver.device_bytes(), driver.page_locked_bytes()
+        driver.set_capacity(before[0] + 4096)
+        with pytest.raises(
+            OutOfMemoryError, match=r"KVPOOL_STAGING_BYTES; 0 for none.*98304 bytes asked for"
+        ):
+            HostTier(kv, 256)
+        gc.collect()
+        assert (driver.device_bytes(), driver.page_locked_bytes()) == before
+        monkeypatch.setenv("KVPOOL_STAGING_BYTES", "0")
+        assert HostTier(kv, 256).staging_bytes() == 0
+        for value in ("-1", "64k", ""):
+            monkeypatch.setenv("KVPOOL_STAGING_BYTES", value)
+            with pytest.raises(ConfigError, match=r"KVPOOL_STAGING_BYTES is .* must be a number from 0 on"):
+                HostTier(kv, 256)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("write", ["back", "selective"])
 def test_a_copy_down_is_behind_every_stream_that_published(driver: Driver, write: str) -> None:
     with devices.on("cuda"):
@@ -755,7 +890,8 @@ def test_a_copy_down_is_behind_every_stream_that_published(driver: Driver, write
                 scene.cache.evict(SIZE)
             else:
                 scene.cache.match(PROMPT).release()
-        assert driver.calls("cuStreamWaitEvent") == 2
+        # Those two, the stream that gathers, and the copies behind it.
+        assert driver.calls("cuStreamWaitEvent") == 4
         driver.run()
         scene.forget()
         lease = scene.cache.match(PROMPT)

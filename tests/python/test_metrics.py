@@ -177,6 +177,7 @@ def test_the_numbers_of_host_tiers() -> None:
         "kvpool_host_snapshots_capacity": 5,
         "kvpool_host_arriving": 0,
         "kvpool_host_page_locked": 0 if device == "cpu" else 13,
+        "kvpool_host_staging_bytes": tier.staging_bytes(),
         "kvpool_host_written_total": 3,
         "kvpool_host_loaded_total": 3,
         "kvpool_host_evicted_total": 0,

@@ -284,6 +284,26 @@ def test_everything_on_the_device_is_counted(name: str, page_size: int, driver: 
     assert driver._library.soft_device_bytes() - before == larger.footprint.total_bytes > 700 * MIB
 
 
+def test_the_staging_area_of_a_host_tier_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"memory_bytes": 8 * GIB, "dtype": "bf16", "host_tier": True}
+    name = next(iter(CONFIGS))
+    for value, device, expected in (
+        (None, "cuda", 128 * MIB),
+        ("65536", "cuda", 65536),
+        ("0", "cuda", 0),
+        (None, "cpu", 0),
+    ):
+        monkeypatch.delenv("KVPOOL_STAGING_BYTES", raising=False)
+        if value is not None:
+            monkeypatch.setenv("KVPOOL_STAGING_BYTES", value)
+        plan = plan_of(name, device=device, **options)
+        assert plan.footprint.staging_bytes == expected
+        assert plan.spare_bytes + plan.footprint.total_bytes == 8 * GIB
+    monkeypatch.setenv("KVPOOL_STAGING_BYTES", "many")
+    with pytest.raises(ConfigError, match="KVPOOL_STAGING_BYTES"):
+        plan_of(name, device="cuda", **options)
+
+
 def test_latent_attention_has_three_forms() -> None:
     expected = {"latent": 70_272, "fused": 61 * 2 * 577, "expanded": 61 * 2 * 128 * (128 + 64 + 128)}
     for form in MLA_FORMS:
@@ -596,7 +616,7 @@ def test_any_value_gives_a_plan_or_an_error(
 )
 def test_impossible_plans_are_rejected(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan_of(name, **options)
+        plan_of(name, device="cuda", **options)
     assert message in str(caught.value)
 
 

@@ -414,7 +414,7 @@ def test_what_waits_behind_evicted_pages_is_written(device: str) -> None:
         for first in (500, 600):
             scene.keep(range(first, first + 24))
             scene.settle()
-        # Each has three pages in the tier, beside the four that are being written. The next four have left it.
+        # Each has three pages in the tier, beside the four that are being written. Four others have left it.
         until(lambda: scene.tier.stats()["storing"] == 12)
         store.gate.set()
         scene.stored()

@@ -105,6 +105,7 @@ pub(crate) const TIER: HostTierConfig = HostTierConfig {
     write: WritePolicy::Through,
     pin_memory: false,
     page_lock_threads: 1,
+    staging_bytes: 0,
 };
 
 const PLANS: PlannerConfig = PlannerConfig::new(4, 32);

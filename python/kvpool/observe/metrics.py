@@ -131,6 +131,7 @@ _TIERS: _Table = {
     "storing": _gauge("kvpool_host_storing", "Pages and snapshots that a store copies, or is about to"),
     "arriving": _gauge("kvpool_host_arriving", "Pages and snapshots that are being copied to host memory"),
     "page_locked": _gauge("kvpool_host_page_locked", "Pages and snapshots whose place is page-locked"),
+    "staging_bytes": _gauge("kvpool_host_staging_bytes", "GPU memory through which copies come to the host"),
     "written": _counter("kvpool_host_written", "Pages and snapshots copied to host memory"),
     "loaded": _counter("kvpool_host_loaded", "Pages and snapshots copied back"),
     "evicted": _counter("kvpool_host_evicted", "Pages and snapshots given up for others"),

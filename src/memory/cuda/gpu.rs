@@ -35,16 +35,18 @@ pub struct Gpu {
     /// Events not in use.
     free_events: Mutex<Vec<EventHandle>>,
     /// The streams of [`Gpu::side_stream`], once they are made.
-    side_streams: Mutex<[Option<Stream>; 2]>,
+    side_streams: Mutex<[Option<Stream>; 3]>,
 }
 
-/// A direction of copies that run beside the caller's streams.
+/// Work that runs beside the caller's streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SideStream {
     /// Copies from host memory to the device.
     In,
     /// Copies from the device to host memory.
     Out,
+    /// Kernels that gather on the device what is copied to host memory.
+    Gather,
 }
 
 /// A loaded kernel, for launches on its device.
@@ -398,17 +400,18 @@ impl Gpu {
         })
     }
 
-    /// Returns the stream for copies in this direction: made by the first call, and kept for the life of the
+    /// Returns the stream for this work: made by the first call, and kept for the life of the
     /// process. It does not wait for the default stream. Other streams may be in a capture meanwhile.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails; the next call tries again.
-    pub fn side_stream(&self, direction: SideStream) -> Result<Stream> {
+    pub fn side_stream(&self, work: SideStream) -> Result<Stream> {
         self.check_process()?;
         let mut streams = lock(&self.side_streams);
-        let place = &mut streams[match direction {
+        let place = &mut streams[match work {
             SideStream::In => 0,
             SideStream::Out => 1,
+            SideStream::Gather => 2,
         }];
         if let Some(stream) = *place {
             return Ok(stream);

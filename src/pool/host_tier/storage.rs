@@ -1,6 +1,7 @@
 //! Pieces of host memory of one size, by key.
 
 use std::collections::VecDeque;
+use std::iter::repeat_with;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,7 +10,7 @@ use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{ChunkId, DType, Device, ForkGate, Id, Result, widen};
 use crate::cache::{DevicePresence, EntryId, Namespace, PageHash, Residency};
 use crate::index::IndexHandle;
-use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, piece_bytes};
+use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, StagingArea, piece_bytes};
 use crate::memory::{Backend, PageLockEvent, PageLocking, Region};
 use crate::pool::{ChunkConfig, ChunkPool};
 use crate::transfer::Transfer;
@@ -187,6 +188,17 @@ impl Storage {
         Ok(Self { chunks, in_place, copied, resident, locking })
     }
 
+    /// Lets pieces come from the device through `area`, if the device accesses them in place.
+    pub(super) fn stage_in(&mut self, area: &Arc<StagingArea>) {
+        let together = self.chunks.chunks_together();
+        self.in_place = self.in_place.take().map(|pieces| pieces.staged(area, together));
+    }
+
+    /// Returns whether the device accesses the memory in place, once it is page-locked.
+    pub(super) fn is_in_place(&self) -> bool {
+        self.in_place.as_ref().is_some_and(|pieces| pieces.reach() == HostAccess::InPlace)
+    }
+
     /// Returns the contents, under its lock.
     pub(super) fn resident(&self) -> Resident<'_> {
         // Threads of stores lock it, too.
@@ -252,8 +264,9 @@ impl Storage {
     /// Takes a place for each key that is not here, in order and as long as there are places. Returns those
     /// that got one. `presence` says whether the device has a page.
     ///
-    /// The pieces of all keys are held until [`Self::end_begun`], so that none of them
-    /// is evicted for another one: a page is of no use without those before it.
+    /// The pieces of all keys are held until [`Self::end_begun`], so that none of them is evicted for another
+    /// one: a page is of no use without those before it. The places ascend with the keys, as far as they lie
+    /// together one copy reaches many.
     pub(super) fn begin<'a, I: Id>(
         &self,
         numbered: impl Iterator<Item = (&'a PageHash, I)>,
@@ -263,26 +276,32 @@ impl Storage {
     ) -> Vec<Range<usize>> {
         let mut resident = self.resident();
         let mut begun: Vec<Range<usize>> = Vec::new();
-        let mut is_full = false;
-        for (at, (key, from)) in numbered.enumerate() {
-            let presence = presence(from, key);
-            if let Some(entry) = resident.find(key) {
-                resident.set_device_presence([key], presence);
-                resident.hold(entry);
+        let offered: Vec<_> = numbered
+            .map(|(key, from)| {
+                let found = resident.find(key);
+                if let Some(entry) = found {
+                    resident.set_device_presence([key], presence(from, key));
+                    resident.hold(entry);
+                }
+                (key, from, found)
+            })
+            .collect();
+        let missing = offered.iter().filter(|(.., found)| found.is_none()).count();
+        let place = || self.place_for_copy(&mut resident, &mut arrivals.evicted);
+        let mut places: Vec<_> = repeat_with(place).take(missing).map_while(|place| place).collect();
+        places.sort_unstable_by_key(|place| place.index());
+        // Pages after the first without a place would not be found.
+        arrivals.skipped += missing - places.len();
+        let mut places = places.into_iter();
+        for (at, (key, from, found)) in offered.into_iter().enumerate() {
+            if let Some(entry) = found {
                 arrivals.held.push(entry);
                 continue;
             }
-            let place =
-                if is_full { None } else { self.place_for_copy(&mut resident, &mut arrivals.evicted) };
-            let Some(place) = place else {
-                // Pages after this one would not be found.
-                is_full = true;
-                arrivals.skipped += 1;
-                continue;
-            };
+            let Some(place) = places.next() else { continue };
             arrivals.from.push(from);
             arrivals.pieces.push(place.index());
-            let entry = resident.begin(*key, namespace, place, presence);
+            let entry = resident.begin(*key, namespace, place, presence(from, key));
             arrivals.entries.push(entry);
             arrivals.held.push(entry);
             arrivals.keys.push(*key);

@@ -122,6 +122,7 @@ impl World {
             write: source.of(&[WritePolicy::Through, WritePolicy::Selective, WritePolicy::Back]),
             pin_memory: false,
             page_lock_threads: 1,
+            staging_bytes: 0,
         };
         let tier = Arc::new(HostTier::new(&of_tier, &kv, states.as_ref(), &host()).expect("memory"));
         let is_complete = is_large && of_tier.write == WritePolicy::Through && states.is_none();

@@ -30,6 +30,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
     page_size: parameters.PageSize = PAGE_SIZE,
     max_requests: parameters.MaxRequests = None,
     step_tokens: parameters.StepTokens = STEP_TOKENS,
+    host_tier: parameters.HostTier = False,
     mla: parameters.LatentForm = "latent",
     device: parameters.Device = "cuda",
     as_json_object: parameters.Json = False,
@@ -75,6 +76,7 @@ def plan(  # noqa: PLR0913 - one parameter per option
             page_size=page_size,
             max_requests=max_requests,
             step_tokens=step_tokens,
+            host_tier=host_tier,
             mla=mla,
             device=device,
         )

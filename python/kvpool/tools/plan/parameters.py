@@ -59,6 +59,10 @@ MaxRequests: TypeAlias = Annotated[
 StepTokens: TypeAlias = Annotated[
     int, typer.Option(min=1, help="The most new tokens in a step of the planner.")
 ]
+HostTier: TypeAlias = Annotated[
+    bool,
+    typer.Option("--host-tier", help="Count the staging area of a HostTier (KVPOOL_STAGING_BYTES)."),
+]
 LatentForm: TypeAlias = Annotated[
     str,
     typer.Option(

@@ -28,6 +28,7 @@ class Shapes:
         page_size: Slots in a page.
         max_context_len: Columns of the request table.
         step_tokens: The most new tokens in a step of the planner; at least the requests.
+        host_tier: Whether there is a `HostTier` below, which copies through a staging area on a GPU.
         device: Device of the pools. On a GPU they need transfer buffers.
     """
 
@@ -38,6 +39,7 @@ class Shapes:
     page_size: int
     max_context_len: int
     step_tokens: int
+    host_tier: bool
     device: str
 
     @property
@@ -77,6 +79,7 @@ class Footprint:
         table_bytes: The `ReqToTokenPool`.
         allocator_bytes: The `TokenToKVPoolAllocator`: its stage.
         planner_bytes: The `BatchPlanner`: the fields of a plan.
+        staging_bytes: The staging area of a `HostTier`, unless that is smaller than half of it.
         transfer_bytes: Transfer buffers of all pools, for numbers from the host.
     """
 
@@ -85,6 +88,7 @@ class Footprint:
     table_bytes: int
     allocator_bytes: int
     planner_bytes: int
+    staging_bytes: int
     transfer_bytes: int
 
     @property

@@ -101,6 +101,7 @@ def _memory(plan: Plan) -> Table:
         ("ReqToTokenPool: the table", found.table_bytes),
         ("TokenToKVPoolAllocator: the stage", found.allocator_bytes),
         ("BatchPlanner: fields of a plan", found.planner_bytes),
+        ("HostTier: the staging area", found.staging_bytes),
         ("transfer buffers", found.transfer_bytes),
         ("left", plan.spare_bytes),
     )

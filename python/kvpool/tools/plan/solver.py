@@ -41,6 +41,7 @@ class PlanConfig:
         page_size: Slots in a page.
         max_requests: The most requests at once; None for as many as fit with `mean_context` tokens each.
         step_tokens: The most new tokens in a step of the planner.
+        host_tier: Whether there is a `HostTier` below, which copies through a staging area on a GPU.
         mla: Storage form of latent attention, one of `MLA_FORMS`.
         device: Device of the pools, in PyTorch's notation.
     """
@@ -54,6 +55,7 @@ class PlanConfig:
     page_size: int = PAGE_SIZE
     max_requests: int | None = None
     step_tokens: int = STEP_TOKENS
+    host_tier: bool = False
     mla: str = "latent"
     device: str = "cuda"
 
@@ -225,6 +227,7 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
         page_size=config.page_size,
         max_context_len=context_len,
         step_tokens=config.step_tokens,
+        host_tier=config.host_tier,
         device=config.device,
     )
     mean_pages = -(-mean_context // config.page_size)
