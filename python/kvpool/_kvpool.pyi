@@ -335,11 +335,14 @@ class Pool:
         Args:
             tensor: A tensor over pool memory that a GPU can access: on the GPU, or page-locked.
             stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream of the tensor's
-                device. It must outlive the pool.
+                device. It must outlive the pool. It may be a stream of another GPU that accesses the memory, if it
+                is an object that says so. A handle names a stream of the tensor's GPU or, for host memory, of
+                PyTorch's current GPU; without PyTorch, of the first GPU.
 
         Raises:
             ConfigError: If the memory does not belong to a pool that a GPU can access, or is host memory and
                 `stream` is omitted.
+            DriverError: If the GPU has no such stream.
         """
     def leaks(self) -> list[Leak]:
         """Lists live units by owner and call site, largest count first, and after them those that only a prefix
@@ -863,10 +866,11 @@ class TokenToKVPoolAllocator(Pool):
         Args:
             tensor: A tensor that `alloc` returned, or a view of one.
             stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream. It must outlive
-                the allocator.
+                the allocator. It may be a stream of another GPU, as in `Pool.used_on`.
 
         Raises:
             ConfigError: If the tensor does not come from this allocator.
+            DriverError: If the GPU has no such stream.
         """
     def share(self, indices: IndicesLike, *, owner: str | int | None = None) -> None:
         """Adds an owner to slots, for example when requests share a cached prefix; with pages, to the page of
@@ -3164,13 +3168,13 @@ class Chunk:
 
         Args:
             tensor: A tensor of the chunk's dtype, on any device, with any strides.
-            stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream.
+            stream: A `torch.cuda.Stream` or a stream handle, of the GPU that copies. Defaults to the current stream.
 
         Returns:
             A `ChunkCopy`: `query` and `wait` say when the copy is complete.
 
         Raises:
-            ConfigError: If `tensor` has more elements than the chunk.
+            ConfigError: If `tensor` has more elements than the chunk, or `stream` is one of another GPU.
             TypeError: If `tensor` has another dtype.
             StaleBufferError: If the chunk was freed.
         """
@@ -3178,7 +3182,8 @@ class Chunk:
         """Copies the beginning of the chunk to the elements of `tensor`, in order. Otherwise like `copy_from`.
 
         Raises:
-            ConfigError: If `tensor` has more elements than the chunk, is read-only, or overlaps itself.
+            ConfigError: If `tensor` has more elements than the chunk, is read-only, or overlaps itself, or `stream` is
+                one of another GPU.
             TypeError: If `tensor` has another dtype.
             StaleBufferError: If the chunk was freed.
         """

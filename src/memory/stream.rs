@@ -1,34 +1,56 @@
 //! Queues of work on a device.
 
-/// A CUDA stream, by its driver handle; 0 is the default stream. Host memory ignores it.
+use crate::base::Device;
+
+/// A CUDA stream: its device, and its driver handle; 0 is the default stream of the device. Host memory ignores it.
 ///
 /// Does not own the stream: the creator has to keep it alive for as long as pools work on it.
 ///
 /// ```
+/// use kvpool::base::Device;
 /// use kvpool::memory::Stream;
 /// // SAFETY: 0 is the default stream of every device.
-/// assert_eq!(Stream::DEFAULT, unsafe { Stream::from_handle(0) });
+/// assert_eq!(Stream::DEFAULT, unsafe { Stream::from_handle(0, 0) });
+/// assert_ne!(Stream::DEFAULT, Stream::default_of(Device::Cuda(1)));
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Stream(usize);
+pub struct Stream {
+    handle: usize,
+    ordinal: u32,
+}
 
 impl Stream {
-    /// The legacy default stream.
-    pub const DEFAULT: Self = Self(0);
+    /// The legacy default stream of the first device.
+    pub const DEFAULT: Self = Self { handle: 0, ordinal: 0 };
 
-    /// Returns the stream with this driver handle.
+    /// Returns the legacy default stream of `device`; for the host, which has none, [`Stream::DEFAULT`].
+    #[must_use]
+    pub const fn default_of(device: Device) -> Self {
+        match device {
+            Device::Cpu => Self::DEFAULT,
+            Device::Cuda(ordinal) => Self { handle: 0, ordinal },
+        }
+    }
+
+    /// Returns the stream of device `ordinal` with this driver handle.
     ///
     /// # Safety
     /// In calls that enqueue work on a device, the handle is 0 or that of a stream of this device that exists
     /// until the memory it is used with was given back.
     #[must_use]
-    pub const unsafe fn from_handle(handle: usize) -> Self {
-        Self(handle)
+    pub const unsafe fn from_handle(handle: usize, ordinal: u32) -> Self {
+        Self { handle, ordinal }
     }
 
     /// Returns the driver handle.
     #[must_use]
     pub const fn handle(self) -> usize {
-        self.0
+        self.handle
+    }
+
+    /// Returns the number of its device.
+    #[must_use]
+    pub const fn ordinal(self) -> u32 {
+        self.ordinal
     }
 }

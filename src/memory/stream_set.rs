@@ -4,15 +4,17 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
+use crate::base::Result;
 use crate::base::sync::lock;
 
-use super::Stream;
 use super::cuda::is_forked;
+use super::{Gpu, Stream};
 
-/// The streams on which work with some memory was enqueued. The memory is freed after that work.
+/// The streams on which work with some memory was enqueued, of any device that reaches it. The memory is freed
+/// after that work.
 ///
 /// Recording the same stream again costs one comparison.
 ///
@@ -25,8 +27,8 @@ use super::cuda::is_forked;
 /// ```
 #[derive(Debug, Default)]
 pub struct StreamSet {
-    /// The handle of the last recorded stream, plus one; that stream is in `streams`. 0 for none.
-    last: AtomicUsize,
+    /// The mark of the last recorded stream, which is in `streams`; 0 for none. See [`mark`].
+    last: AtomicU64,
     streams: Mutex<Vec<Stream>>,
 }
 
@@ -34,17 +36,33 @@ impl StreamSet {
     /// Records that work on `stream` uses the memory.
     #[inline]
     pub fn record(&self, stream: Stream) {
-        let mark = stream.handle().wrapping_add(1);
+        let mark = mark(stream);
         if self.last.load(Relaxed) != mark {
-            self.add(stream);
-            self.last.store(mark, Relaxed);
+            self.add(stream, mark);
         }
     }
 
-    fn add(&self, stream: Stream) {
+    /// Records a stream that the caller names: work on it will use the memory.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) if its device has no such stream, which fails here and
+    /// not when somebody has to wait for it, and when a driver call fails. Nothing is recorded.
+    pub fn keep(&self, stream: Stream) -> Result<()> {
+        if !self.lock().contains(&stream) {
+            Gpu::open(stream.ordinal())?.check_exists(stream)?;
+        }
+        self.record(stream);
+        Ok(())
+    }
+
+    #[cold]
+    fn add(&self, stream: Stream, mark: u64) {
         let mut streams = self.lock();
         if !streams.contains(&stream) {
             streams.push(stream);
+        }
+        if mark != UNMARKED {
+            self.last.store(mark, Relaxed);
         }
     }
 
@@ -57,6 +75,19 @@ impl StreamSet {
     fn lock(&self) -> MutexGuard<'_, Vec<Stream>> {
         lock(&self.streams)
     }
+}
+
+/// The mark of every stream whose device and handle do not fit one number. No set has it as its last.
+const UNMARKED: u64 = u64::MAX;
+
+/// Returns a number that no other stream has, above 0. Handles are addresses of 48 bits, and 0 is one on each device.
+const fn mark(stream: Stream) -> u64 {
+    const HANDLE_BITS: u32 = 48;
+    let (handle, ordinal) = (stream.handle() as u64, stream.ordinal() as u64);
+    if handle >> HANDLE_BITS != 0 || ordinal >= 0xffff {
+        return UNMARKED;
+    }
+    (ordinal + 1) << HANDLE_BITS | handle
 }
 
 /// The memory of this process that devices can access, by its first address: its end, and its users.
@@ -82,4 +113,40 @@ pub(super) fn with_streams_at<R>(address: usize, work: impl FnOnce(&Arc<StreamSe
     let regions = REGIONS.read().unwrap_or_else(PoisonError::into_inner);
     let found = regions.range(..=address).next_back().filter(|(_, (end, _))| address < *end);
     found.map(|(_, (_, users))| work(users))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns streams that differ in one thing each, or are marked as no other is.
+    fn different() -> Vec<Stream> {
+        let handles = [0, 1, 0x7fff_dead_bee0, (1 << 48) - 1, 1 << 48, usize::MAX];
+        let ordinals = [0, 1, 0xfffe, 0xffff, u32::MAX];
+        // SAFETY: no work is enqueued on them.
+        let of = |handle| ordinals.map(|ordinal| unsafe { Stream::from_handle(handle, ordinal) });
+        handles.into_iter().flat_map(of).collect()
+    }
+
+    #[test]
+    fn each_stream_is_recorded_once_whatever_its_device_and_handle() {
+        let (users, streams) = (StreamSet::default(), different());
+        for &stream in &streams {
+            users.record(stream);
+            users.record(stream);
+        }
+        assert_eq!(users.streams(), streams);
+    }
+
+    #[test]
+    fn the_last_stream_is_taken_for_no_other() {
+        for &last in &different() {
+            for &stream in &different() {
+                let users = StreamSet::default();
+                users.record(last);
+                users.record(stream);
+                assert_eq!(users.streams().len(), if last == stream { 1 } else { 2 });
+            }
+        }
+    }
 }

@@ -141,7 +141,7 @@ impl BatchPlanner {
     /// Requests that have slots, and their tokens.
     #[must_use]
     pub fn totals(&self) -> (usize, usize) {
-        let (state, table) = (self.state(Stream::DEFAULT), self.table.lock());
+        let (state, table) = (self.state(Stream::default_of(self.device())), self.table.lock());
         state.totals(&table)
     }
 
@@ -152,7 +152,7 @@ impl BatchPlanner {
     ///
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn seq_len(&self, row: i64) -> Result<u32> {
-        let (mut state, table) = (self.state(Stream::DEFAULT), self.table.lock());
+        let (mut state, table) = (self.state(Stream::default_of(self.device())), self.table.lock());
         state.seq_len(row, &table)
     }
 
@@ -204,7 +204,7 @@ impl BatchPlanner {
 
     /// Returns the rows of live requests.
     fn resolve(&self, rows: &IndexVec) -> Result<Vec<RequestRow>> {
-        let (mut state, table) = (self.state(Stream::DEFAULT), self.table.lock());
+        let (mut state, table) = (self.state(Stream::default_of(self.device())), self.table.lock());
         state.resolve(rows, &table)
     }
 
@@ -319,7 +319,7 @@ impl BatchPlanner {
     ///
     /// [`ErrorKind::StaleBuffer`]: crate::base::ErrorKind::StaleBuffer
     pub fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        self.state(Stream::DEFAULT).host_field(plan, field)
+        self.state(Stream::default_of(self.device())).host_field(plan, field)
     }
 
     /// Calls `take` under the locks, with the allocator's handling of shortage.

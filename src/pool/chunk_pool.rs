@@ -483,7 +483,7 @@ impl ChunkPool {
     ///
     /// # Errors
     /// [`ErrorKind::StaleBuffer`] when the chunk was freed; [`ErrorKind::Type`] for another dtype,
-    /// [`ErrorKind::Config`] for more elements than a chunk has, and for memory of two GPUs;
+    /// [`ErrorKind::Config`] for more elements than a chunk has, and for memory or a stream of another GPU;
     /// [`ErrorKind::Driver`] when a driver call fails.
     pub fn copy(
         &self,
@@ -508,6 +508,7 @@ impl ChunkPool {
             }
         };
         if let Some(gpu) = &gpu {
+            gpu.check_own(stream)?;
             gpu.check_not_capturing(stream, "a copy of a chunk, whose end is waited for,")?;
         }
         let packed = self.tensor(chunk, Some(Dims::of(&[tensor.shape().numel()])?))?;

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{
-    Epoch, Error, ErrorKind, Id, IndexVec, Page, Result, check_memory, try_collect, try_with_capacity,
+    Device, Epoch, Error, ErrorKind, Id, IndexVec, Page, Result, check_memory, try_collect, try_with_capacity,
 };
 use crate::cache::{
     BlockTokens, Cause, Evicted, Namespace, NodeHandle, NodeInfo, PolicyKind, Pressure, ResumeAt, Tokens,
@@ -422,7 +422,8 @@ impl PrefixTree {
 
 impl Drop for PrefixTree {
     fn drop(&mut self) {
-        let stream = Stream::DEFAULT;
+        let device = self.allocator.as_deref().map_or(Device::Cpu, TokenToKvPoolAllocator::device);
+        let stream = Stream::default_of(device);
         let call = self.begin_call(stream);
         let mut state = self.current(stream);
         let pages = state.tree.take_all().pages;

@@ -264,12 +264,7 @@ impl Stage {
                 "the tensor at {address:#x} does not come from this allocator"
             )));
         }
-        if !self.gpu.is_capturing(stream)? {
-            // An invalid stream fails here, and not when later work is ordered after it.
-            Event::record(&self.gpu, stream)?;
-        }
-        self.users.record(stream);
-        Ok(())
+        self.users.keep(stream)
     }
 
     /// Returns the positions of the first `count` slots of `runs`, if they are as predicted. The window moves

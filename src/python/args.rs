@@ -20,7 +20,7 @@ use crate::memory::{BorrowedTensor, HostRows, Keep, Stream};
 use crate::pool::{TensorOrigin, Writes, values_now};
 use crate::tensor::dlpack::{Import, address_of};
 
-use super::framework::{Torch, current_device, current_stream, stream_of, torch};
+use super::framework::{Torch, current_device, current_ordinal, current_stream, stream_of, torch};
 use super::tensor::{Tensor, consume};
 
 pub(super) use super::ints::{int, kind_of};
@@ -712,13 +712,31 @@ pub(super) fn host_or(object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
     object.map_or(Ok(Device::Cpu), |object| device(object.py(), Some(object)))
 }
 
-/// Converts a CUDA stream: a `torch.cuda.Stream`, another object with a `cuda_stream`, or a stream handle.
-pub(super) fn stream(object: &Bound<'_, PyAny>) -> PyResult<Stream> {
-    let handle = object.getattr(intern!(object.py(), "cuda_stream")).unwrap_or_else(|_| object.clone());
+/// Converts a CUDA stream for memory of `device`: a `torch.cuda.Stream`, another object with a `cuda_stream`, or a
+/// stream handle. An object that names its device is a stream of that device. Any other is a stream of `device` or,
+/// where that is the host, of the current device.
+pub(super) fn stream(object: &Bound<'_, PyAny>, device: Device) -> PyResult<Stream> {
+    let py = object.py();
+    let handle = object.getattr(intern!(py, "cuda_stream")).unwrap_or_else(|_| object.clone());
     let handle = handle.extract::<usize>().map_err(|_| {
         PyTypeError::new_err(format!("stream must be a stream or its handle, not {}", kind_of(object)))
     })?;
-    Ok(stream_of(handle))
+    let ordinal = match (ordinal_of(object), device) {
+        (Some(ordinal), _) | (None, Device::Cuda(ordinal)) => ordinal,
+        (None, Device::Cpu) => current_ordinal(py)?,
+    };
+    Ok(stream_of(handle, ordinal))
+}
+
+/// Returns the number of the device that a stream object names: `device.index` in PyTorch, `device.device_id` in
+/// `cuda.core`, `device_id` in CuPy, which has -1 for a stream of the device that is current.
+fn ordinal_of(stream: &Bound<'_, PyAny>) -> Option<u32> {
+    let py = stream.py();
+    let number = |object: &Bound<'_, PyAny>, name| object.getattr(name).ok()?.extract().ok();
+    let device = stream.getattr(intern!(py, "device")).ok();
+    let of_device =
+        |device| number(device, intern!(py, "index")).or_else(|| number(device, intern!(py, "device_id")));
+    device.as_ref().and_then(of_device).or_else(|| number(stream, intern!(py, "device_id")))
 }
 
 /// Converts the shape of a tensor: a sequence of ints, or a single int.

@@ -320,11 +320,14 @@ impl BasePool {
     /// Args:
     ///     tensor: A tensor over pool memory that a GPU can access: on the GPU, or page-locked.
     ///     stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream of the tensor's
-    ///         device. It must outlive the pool.
+    ///         device. It must outlive the pool. It may be a stream of another GPU that accesses the memory, if it
+    ///         is an object that says so. A handle names a stream of the tensor's GPU or, for host memory, of
+    ///         PyTorch's current GPU; without PyTorch, of the first GPU.
     ///
     /// Raises:
     ///     ConfigError: If the memory does not belong to a pool that a GPU can access, or is host memory and
     ///         `stream` is omitted.
+    ///     DriverError: If the GPU has no such stream.
     #[pyo3(signature = (tensor, stream=None))]
     fn used_on(
         _slf: &Bound<'_, Self>,
@@ -334,15 +337,14 @@ impl BasePool {
         let given = args::tensor("tensor", tensor)?;
         let borrowed = given.borrow()?;
         let stream = match (stream, borrowed.device()) {
-            (Some(stream), _) => args::stream(stream)?,
+            (Some(stream), device) => args::stream(stream, device)?,
             (None, Device::Cpu) => return Err(Error::config("name the stream that uses host memory").into()),
             (None, device) => current_stream(tensor.py(), device)?,
         };
         let users = borrowed.users();
         let users = users
             .ok_or_else(|| Error::config("the tensor is over no memory of a pool that a GPU reaches"))?;
-        users.record(stream);
-        Ok(())
+        Ok(users.keep(stream)?)
     }
 
     /// Lists live units by owner and call site, largest count first, and after them those that only a prefix

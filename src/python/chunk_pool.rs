@@ -497,13 +497,13 @@ impl Chunk {
     ///
     /// Args:
     ///     tensor: A tensor of the chunk's dtype, on any device, with any strides.
-    ///     stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream.
+    ///     stream: A `torch.cuda.Stream` or a stream handle, of the GPU that copies. Defaults to the current stream.
     ///
     /// Returns:
     ///     A `ChunkCopy`: `query` and `wait` say when the copy is complete.
     ///
     /// Raises:
-    ///     ConfigError: If `tensor` has more elements than the chunk.
+    ///     ConfigError: If `tensor` has more elements than the chunk, or `stream` is one of another GPU.
     ///     TypeError: If `tensor` has another dtype.
     ///     StaleBufferError: If the chunk was freed.
     #[pyo3(signature = (tensor, stream=None))]
@@ -519,7 +519,8 @@ impl Chunk {
     /// Copies the beginning of the chunk to the elements of `tensor`, in order. Otherwise like `copy_from`.
     ///
     /// Raises:
-    ///     ConfigError: If `tensor` has more elements than the chunk, is read-only, or overlaps itself.
+    ///     ConfigError: If `tensor` has more elements than the chunk, is read-only, or overlaps itself, or `stream` is
+    ///         one of another GPU.
     ///     TypeError: If `tensor` has another dtype.
     ///     StaleBufferError: If the chunk was freed.
     #[pyo3(signature = (tensor, stream=None))]
@@ -569,7 +570,7 @@ impl Chunk {
             theirs @ Device::Cuda(_) => theirs,
         };
         let stream: Stream = match stream {
-            Some(stream) => args::stream(stream)?,
+            Some(stream) => args::stream(stream, device)?,
             None => current_stream(py, device)?,
         };
         let borrowed = given.borrow()?;

@@ -227,13 +227,11 @@ impl Torch {
         self.module.bind(py).call_method("empty", (shape.as_slice(),), Some(&options))
     }
 
-    /// Returns the stream on which PyTorch enqueues work on `device` now.
-    fn current_stream(&self, py: Python<'_>, device: Device, ordinal: u32) -> PyResult<Stream> {
+    /// Returns the handle of the stream on which PyTorch enqueues work on `device` now.
+    fn current_stream(&self, py: Python<'_>, device: Device, ordinal: u32) -> PyResult<usize> {
         let Some(current) = self.table().and_then(|table| table.current_work_stream) else {
             let stream = self.module.bind(py).getattr("cuda")?.call_method1("current_stream", (ordinal,))?;
-            let handle = stream.getattr("cuda_stream")?.extract()?;
-            // SAFETY: PyTorch keeps its streams for the life of the process.
-            return Ok(unsafe { Stream::from_handle(handle) });
+            return stream.getattr("cuda_stream")?.extract();
         };
         let raw = raw_device(device);
         let mut stream: *mut c_void = ptr::null_mut();
@@ -241,25 +239,26 @@ impl Torch {
         if unsafe { current(raw.kind, raw.ordinal, &raw mut stream) } != 0 {
             return Err(fetch(py));
         }
-        // SAFETY: PyTorch keeps its streams for the life of the process.
-        Ok(unsafe { Stream::from_handle(stream.addr()) })
+        Ok(stream.addr())
     }
 }
 
 thread_local! {
-    /// The current stream of this thread as set by [`use_stream`], which takes precedence over PyTorch's.
-    static STREAM: Cell<Option<Stream>> = const { Cell::new(None) };
+    /// The handle of this thread's current stream as set by [`use_stream`], which takes precedence over PyTorch's.
+    static STREAM: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// Sets the current stream of this thread by its handle. `None` restores PyTorch's current stream.
+/// Sets the current stream of this thread, on every device that is asked for, by its handle. `None` restores
+/// PyTorch's current stream.
 pub(super) fn use_stream(handle: Option<usize>) {
-    STREAM.set(handle.map(stream_of));
+    STREAM.set(handle);
 }
 
-/// Returns the stream of a handle that comes from Python.
-pub(super) const fn stream_of(handle: usize) -> Stream {
-    // SAFETY: the caller in Python answers for the handle, as for one that it passes to the driver.
-    unsafe { Stream::from_handle(handle) }
+/// Returns the stream of device `ordinal` with a handle that comes from Python.
+pub(super) const fn stream_of(handle: usize, ordinal: u32) -> Stream {
+    // SAFETY: the caller in Python answers for the handle, as for one that it passes to the driver; PyTorch keeps its
+    // streams for the life of the process.
+    unsafe { Stream::from_handle(handle, ordinal) }
 }
 
 /// Returns the stream on which work on `device` is enqueued now: PyTorch's current one, or the default stream
@@ -273,31 +272,36 @@ pub(super) fn current_stream(py: Python<'_>, device: Device) -> PyResult<Stream>
 }
 
 fn current_stream_of_gpu(py: Python<'_>, device: Device, ordinal: u32) -> PyResult<Stream> {
-    if let Some(stream) = STREAM.get() {
-        return Ok(stream);
+    if let Some(handle) = STREAM.get() {
+        return Ok(stream_of(handle, ordinal));
     }
     match torch(py)? {
-        Some(torch) => torch.current_stream(py, device, ordinal),
-        None => Ok(Stream::DEFAULT),
+        Some(torch) => Ok(stream_of(torch.current_stream(py, device, ordinal)?, ordinal)),
+        None => Ok(Stream::default_of(device)),
     }
 }
 
 /// Returns PyTorch's current CUDA device, or the first one if PyTorch does not use CUDA in this process.
 pub(super) fn current_device(py: Python<'_>) -> PyResult<Device> {
-    let Some(torch) = torch(py)? else { return Ok(Device::Cuda(0)) };
+    current_ordinal(py).map(Device::Cuda)
+}
+
+/// Returns the number of [`current_device`].
+pub(super) fn current_ordinal(py: Python<'_>) -> PyResult<u32> {
+    let Some(torch) = torch(py)? else { return Ok(0) };
     let cuda = torch.module.bind(py).getattr("cuda")?;
     // To select a device initialises CUDA, which asking must not do.
     if !cuda.call_method0("is_initialized")?.is_truthy()? {
-        return Ok(Device::Cuda(0));
+        return Ok(0);
     }
-    Ok(Device::Cuda(cuda.call_method0("current_device")?.extract()?))
+    cuda.call_method0("current_device")?.extract()
 }
 
 /// Creates the backend for a new pool on `device`. It zeroes memory on the current stream. Fails while that
 /// stream is captured.
 pub(super) fn backend(py: Python<'_>, device: Device) -> PyResult<Arc<dyn Backend>> {
     // PyTorch is asked for its stream only once the device is known to exist.
-    py.detach(|| backend_for(device, Stream::DEFAULT))?;
+    py.detach(|| backend_for(device, Stream::default_of(device)))?;
     let stream = current_stream(py, device)?;
     let backend = backend_for(device, stream)?;
     if let Some(gpu) = backend.gpu() {

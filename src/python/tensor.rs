@@ -46,22 +46,25 @@ impl Tensor {
 
     /// Orders later work on `stream` after the work enqueued on the current stream.
     fn order(&self, py: Python<'_>, stream: Option<i64>) -> PyResult<()> {
-        let Some(gpu) = self.view.region().gpu() else { return Ok(()) };
+        let (Some(gpu), Device::Cuda(ordinal)) = (self.view.region().gpu(), self.view.device()) else {
+            return Ok(());
+        };
         let theirs = match stream {
             Some(-1) => return Ok(()),
             // 1 and None are the legacy default stream; 0 is not allowed, since it may mean either default
             // stream.
-            None | Some(1) => Stream::DEFAULT,
+            None | Some(1) => Stream::default_of(self.view.device()),
             Some(0) => return Err(PyBufferError::new_err("stream 0 is ambiguous for CUDA; pass 1 or 2")),
             Some(handle) => stream_of(
                 usize::try_from(handle)
                     .map_err(|_| PyBufferError::new_err(format!("{handle} is not a CUDA stream")))?,
+                ordinal,
             ),
         };
         let ours = current_stream(py, self.view.device())?;
-        gpu.make_stream_wait(&[ours], theirs).map_err(|error| PyBufferError::new_err(error.to_string()))?;
-        self.view.region().record_stream(theirs);
-        Ok(())
+        let refuse = |error: crate::base::Error| PyBufferError::new_err(error.to_string());
+        gpu.make_stream_wait(&[ours], theirs).map_err(refuse)?;
+        self.view.region().users().map_or(Ok(()), |users| users.keep(theirs)).map_err(refuse)
     }
 
     pub(super) const fn view(&self) -> &TensorView {

@@ -86,7 +86,7 @@ pub(super) struct TokenToKvPoolAllocator {
 impl TokenToKvPoolAllocator {
     /// Returns the stream for calls that enqueue work only with `debug=True`, to poison freed rows.
     pub(super) fn debug_stream(&self, py: Python<'_>) -> PyResult<Stream> {
-        if self.debug.is_on() { current_stream(py, self.device) } else { Ok(Stream::DEFAULT) }
+        if self.debug.is_on() { current_stream(py, self.device) } else { Ok(Stream::default_of(self.device)) }
     }
 
     fn free_all_segments(
@@ -498,10 +498,11 @@ impl TokenToKvPoolAllocator {
     /// Args:
     ///     tensor: A tensor that `alloc` returned, or a view of one.
     ///     stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream. It must outlive
-    ///         the allocator.
+    ///         the allocator. It may be a stream of another GPU, as in `Pool.used_on`.
     ///
     /// Raises:
     ///     ConfigError: If the tensor does not come from this allocator.
+    ///     DriverError: If the GPU has no such stream.
     #[pyo3(signature = (tensor, stream=None))]
     fn used_on(
         &self,
@@ -509,7 +510,10 @@ impl TokenToKvPoolAllocator {
         tensor: &Bound<'_, PyAny>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let stream = stream.map_or_else(|| current_stream(py, self.device), args::stream)?;
+        let stream = match stream {
+            Some(stream) => args::stream(stream, self.device)?,
+            None => current_stream(py, self.device)?,
+        };
         let given = args::tensor("tensor", tensor)?;
         let borrowed = given.borrow()?;
         Ok(self.pool.record_stream(&borrowed, stream)?)

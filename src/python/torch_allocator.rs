@@ -17,7 +17,7 @@ extern "C" fn kvpool_workspace_alloc(size: isize, device: c_int, stream: *mut c_
         return std::ptr::null_mut();
     };
     // SAFETY: PyTorch keeps its streams for the life of the process.
-    let stream = unsafe { Stream::from_handle(stream.addr()) };
+    let stream = unsafe { Stream::from_handle(stream.addr(), ordinal) };
     let address = take_segment(bytes, Device::Cuda(ordinal), stream);
     address.map_or(std::ptr::null_mut(), std::ptr::with_exposed_provenance_mut)
 }

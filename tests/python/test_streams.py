@@ -289,6 +289,143 @@ def test_work_of_others_is_noted_by_hand(driver: Driver) -> None:
     assert driver.page_locked_bytes() < before
 
 
+# Streams of another device
+
+
+class Named:
+    """A stream of another framework that says of which device it is, as `device` or as `device_id`."""
+
+    def __init__(self, handle: int, **of: object) -> None:
+        self.cuda_stream = handle
+        self.__dict__.update(of)
+
+
+class Id:
+    """A device of `cuda.core`."""
+
+    device_id = 1
+
+
+def second(driver: Driver) -> KVPool:
+    """A pool on the second device."""
+    pool = KVPool(64, 1, 1, 8, "cuda:1", torch.float16)
+    driver.run()
+    return pool
+
+
+@pytest.mark.parametrize("is_default", [False, True])
+@pytest.mark.parametrize("form", ["torch", "core", "cupy", "handle"])
+def test_page_locked_memory_waits_for_a_stream_of_another_device(
+    driver: Driver, form: str, is_default: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert KVPool(8, 1, 1, 8, "cuda:0", torch.float16).mem_bytes()
+    other, before = second(driver), driver.page_locked_bytes()
+    host = KVPool(64, 1, 1, 8, "cpu", torch.float16)
+    handle = 0 if is_default else driver.stream(1)
+    target = host.k_buffer[0]
+    driver.copy_to_host(target, other.k_buffer[0], handle, device=1)
+    if form == "torch":
+        host.used_on(target, torch.cuda.ExternalStream(handle, device="cuda:1"))  # type: ignore[no-untyped-call]
+    elif form == "core":
+        host.used_on(target, Named(handle, device=Id()))
+    elif form == "cupy":
+        host.used_on(target, Named(handle, device_id=1))
+    else:
+        # The software driver is there without PyTorch's initialisation.
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        with torch.cuda.device(1):
+            host.used_on(target, handle)
+    assert driver.pending() == 1
+    del host, target
+    gc.collect()
+    assert (driver.pending(), driver.page_locked_bytes()) == (0, before)
+
+
+def test_memory_waits_for_a_device_that_reads_it_from_beside(driver: Driver) -> None:
+    pinned = KVPool(64, 1, 1, 8, "cpu", torch.float16)
+    for stream in (Named(driver.stream(1), device_id=1), Named(0, device_id=1)):
+        pool = KVPool(64, 1, 1, 8, "cuda:0", torch.float16)
+        driver.run()
+        source = pool.k_buffer[0]
+        driver.copy_to_host(pinned.k_buffer[0], source, stream.cuda_stream, device=1)
+        pool.used_on(source, stream)
+        before = driver.device_bytes()
+        del pool, source
+        assert driver.pending() == 0
+        assert driver.device_bytes() < before
+
+
+def test_slots_that_another_device_reads_are_not_overwritten(driver: Driver) -> None:
+    pinned = KVPool(8, 1, 1, 64, "cpu", torch.float32).k_buffer[0][0].view(torch.int32)
+    for handle in (driver.stream(1), 0):
+        allocator = make_allocator()
+        slots = some(allocator.alloc(64))
+        driver.run()
+        driver.copy_to_host(pinned, slots, handle, device=1)
+        allocator.used_on(slots, Named(handle, device_id=1))
+        del slots
+        reuse(allocator)
+        driver.run()
+        assert pinned.flatten().tolist() == list(range(1, 65))
+
+
+def test_a_stream_is_looked_for_on_its_own_device(driver: Driver) -> None:
+    allocator, kv = make_allocator(), KVPool(8, 1, 1, 4, "cpu", torch.float32)
+    slots, stream = some(allocator.alloc(2)), driver.stream(1)
+    for call, tensor in ((allocator.used_on, slots), (kv.used_on, kv.k_buffer[0])):
+        with pytest.raises(DriverError, match=f"there is no stream {stream:#x} on cuda:0"):
+            call(tensor, stream)
+        with pytest.raises(DriverError, match="there is no stream 0xbad on cuda:1"):
+            call(tensor, Named(0xBAD, device_id=1))
+        # As CuPy has it for the stream of the device that is current.
+        call(tensor, Named(0, device_id=-1, device="cuda:1"))
+        call(tensor, Named(stream, device_id=1))
+    reuse(allocator)
+
+
+def test_work_is_not_enqueued_on_a_stream_of_another_device(driver: Driver) -> None:
+    chunks = ChunkPool(2, (8,), torch.float32)
+    assert chunks.wait_page_locked()
+    chunk, tensor = some(chunks.allocate()), torch.arange(8.0).cuda()
+    for handle in (driver.stream(1), 0):
+        with pytest.raises(ConfigError, match=f"stream {handle:#x} is one of cuda:1; .* on cuda:0"):
+            chunk.copy_from(tensor, Named(handle, device_id=1))
+    assert chunk.copy_from(tensor, Named(0, device_id=0)).query() is False
+
+
+def test_pools_of_the_second_device_leave_the_first_alone(driver: Driver, run_snippet: RunSnippet) -> None:
+    assert driver.calls("cuInit") >= 0
+    code = """
+        import ctypes, kvpool
+        kv = kvpool.KVPool(64, 2, 1, 4, "cuda:1", "float32")
+        allocator = kvpool.TokenToKVPoolAllocator(64, "cuda:1", debug=True)
+        table = kvpool.ReqToTokenPool(4, 16, "cuda:1")
+        planner = kvpool.BatchPlanner(table, allocator, 4, 64)
+        tier = kvpool.HostTier(kv, size=256)
+        cache = kvpool.PrefixCache(allocator, tiers=(tier,))
+        tree = kvpool.PrefixTree(allocator)
+        rows = table.alloc(2)
+        plan = planner.extend(rows, [0, 0], [5, 7])
+        assert planner.seq_len(rows[0]) == 5 and plan.host.seq_lens.tolist() == [5, 7]
+        slots = allocator.alloc(8)
+        kv.move_kv([1, 2], [3, 4])
+        cache.insert(list(range(8)), slots)
+        allocator.free(allocator.alloc(3))
+        del slots
+        planner.finish(rows)
+        kvpool.Workspace("cuda:1", 1 << 12).zeros((4,), "float32")
+        buffers = kvpool.BufferPool("cuda:1")
+        buffers.alloc(100, "float32").release()
+        del plan, planner, cache, tree, tier, allocator, table, kv, buffers
+        flags, active = ctypes.c_uint(), ctypes.c_int(7)
+        driver = ctypes.CDLL(None)
+        for device in (0, 1):
+            assert driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0
+            print(device, active.value)
+    """
+    assert run_snippet(code, hidden=["torch"]).splitlines()[-2:] == ["0 0", "1 1"]
+
+
 def test_a_table_outlives_the_plan_that_writes_it(driver: Driver) -> None:
     allocator, table, stream = make_allocator(), ReqToTokenPool(4, 16, "cuda"), driver.stream()
     planner = kvpool.BatchPlanner(table, allocator, 4, 64)

@@ -356,7 +356,7 @@ impl Driver {
         unsafe { checked!(self, cuStreamSynchronize(stream.into())) }
     }
 
-    /// Returns the state of `stream`.
+    /// Returns the state of `stream`, a stream of the current context's device.
     pub(super) fn stream_state(self, stream: Stream) -> Result<StreamState> {
         let mut status = CaptureStatus::NONE;
         // SAFETY: the function writes a number there; streams are alive, as `Stream` requires.
@@ -369,12 +369,13 @@ impl Driver {
         Ok(if status == CaptureStatus::NONE { StreamState::Running } else { StreamState::Captured })
     }
 
-    /// Returns a new stream in the current context, which does not wait for the default stream.
-    pub(super) fn create_stream(self) -> Result<Stream> {
+    /// Returns a new stream in the current context, that of device `ordinal`. It does not wait for the default
+    /// stream.
+    pub(super) fn create_stream(self, ordinal: u32) -> Result<Stream> {
         let mut stream = StreamHandle::NONE;
         // SAFETY: the function writes a handle there.
         unsafe { checked!(self, cuStreamCreate(&raw mut stream, NON_BLOCKING)) }?;
-        Ok(stream.into())
+        Ok(stream.stream(ordinal))
     }
 
     pub(super) fn create_event(self) -> Result<EventHandle> {
@@ -384,7 +385,7 @@ impl Driver {
         Ok(event)
     }
 
-    /// Returns `false` when the device no longer has such a stream.
+    /// Returns `false` when the device of the current context, which is the event's, no longer has such a stream.
     pub(super) fn record_event(self, event: EventHandle, stream: Stream) -> Result<bool> {
         // SAFETY: events are never destroyed; streams are alive, as `Stream` requires.
         let code = unsafe { self.0.cuEventRecord(event, stream.into()) };

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use crate::base::{Error, ErrorKind, Result, assert_may_wait};
+use crate::base::{Device, Error, ErrorKind, Result, assert_may_wait};
 use crate::memory::Stream;
 
 use super::{Gpu, driver::EventHandle};
@@ -18,23 +18,26 @@ pub struct Event {
 }
 
 impl Event {
-    /// Returns the point after everything that was enqueued on `stream` so far. The caller has checked that
-    /// `stream` is not being captured: see `Gpu::check_not_capturing`.
+    /// Returns the point after everything that was enqueued on `stream` so far, a stream of `gpu` or of another
+    /// device. The caller has checked that `stream` is not being captured: see `Gpu::check_not_capturing`.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, or the stream does not
     /// exist.
     pub fn record(gpu: &Arc<Gpu>, stream: Stream) -> Result<Self> {
         Self::record_if_alive(gpu, stream)?.ok_or_else(|| {
-            let text = format!("there is no stream {:#x} on {}", stream.handle(), gpu.device());
+            let device = Device::Cuda(stream.ordinal());
+            let text = format!("there is no stream {:#x} on {device}", stream.handle());
             Error::new(ErrorKind::Driver, text)
         })
     }
 
     /// Works like [`Event::record`]. `None` when the stream no longer exists, and so has no work of kvpool.
     pub(super) fn record_if_alive(gpu: &Arc<Gpu>, stream: Stream) -> Result<Option<Self>> {
+        // The driver records an event on streams of the event's own device only.
+        let gpu = gpu.of_stream(stream)?;
         let _entered = gpu.enter()?;
-        let event = Self { handle: gpu.take_event()?, gpu: Arc::clone(gpu) };
+        let event = Self { handle: gpu.take_event()?, gpu: Arc::clone(&gpu) };
         let is_alive = gpu.driver().record_event(event.handle, stream)?;
         Ok(is_alive.then_some(event))
     }
@@ -63,12 +66,13 @@ impl Event {
         self.gpu.driver().wait_for_event(self.handle)
     }
 
-    /// Makes everything enqueued on `stream` from now on wait for this point. The host does not wait.
+    /// Makes everything enqueued on `stream`, of whatever device, from now on wait for this point. The host does
+    /// not wait.
     ///
     /// # Errors
     /// Same as [`Event::record`].
     pub fn make_stream_wait(&self, stream: Stream) -> Result<()> {
-        let _entered = self.gpu.enter()?;
+        let _entered = self.gpu.enter_of(stream)?;
         self.gpu.driver().stream_wait_event(stream, self.handle)
     }
 }

@@ -129,6 +129,26 @@ impl Gpu {
         self.capability
     }
 
+    /// Checks that `stream` is one of this device, on which its work can be enqueued.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] with both devices.
+    pub(crate) fn check_own(&self, stream: Stream) -> Result<()> {
+        if stream.ordinal() == self.ordinal {
+            return Ok(());
+        }
+        let (handle, theirs) = (stream.handle(), Device::Cuda(stream.ordinal()));
+        Err(Error::config(format!(
+            "stream {handle:#x} is one of {theirs}; the work is enqueued on {}",
+            self.device()
+        )))
+    }
+
+    /// Returns the device of `stream`, which is opened if it is not this one.
+    pub(super) fn of_stream(self: &Arc<Self>, stream: Stream) -> Result<Arc<Self>> {
+        if stream.ordinal() == self.ordinal { Ok(Arc::clone(self)) } else { Self::open(stream.ordinal()) }
+    }
+
     /// Returns the driver, for calls in this device's context.
     pub(super) const fn driver(&self) -> Driver {
         self.driver
@@ -151,6 +171,17 @@ impl Gpu {
             driver.push_context(self.context)?;
         }
         Ok(ContextGuard { driver, pushed, relaxed: None })
+    }
+
+    /// Makes the context of a stream's device current, which is opened if it is not this one.
+    pub(super) fn enter_of(&self, stream: Stream) -> Result<ContextGuard> {
+        if stream.ordinal() == self.ordinal { self.enter() } else { Self::open(stream.ordinal())?.enter() }
+    }
+
+    /// Works like [`Gpu::enter`], for work on `stream`, which must be a stream of this device.
+    fn enter_on(&self, stream: Stream) -> Result<ContextGuard> {
+        self.check_own(stream)?;
+        self.enter()
     }
 
     /// Works like [`Gpu::enter`], for calls that are safe during captures of other streams.
@@ -211,7 +242,7 @@ impl Gpu {
         params: &P,
         stream: Stream,
     ) -> Result<()> {
-        let _entered = self.enter()?;
+        let _entered = self.enter_on(stream)?;
         let params: *const P = params;
         // SAFETY: guaranteed by the caller.
         unsafe { self.driver.launch(function.0, grid, BLOCK, params.cast(), stream) }
@@ -233,7 +264,7 @@ impl Gpu {
         target.record_stream(stream);
         source.record_stream(stream);
         let (target, source) = (DevicePtr::of(target.address().as_ptr()), source.address().as_ptr());
-        let _entered = self.enter()?;
+        let _entered = self.enter_on(stream)?;
         // SAFETY: both ranges lie in live regions; the caller keeps the source unchanged until the copy has
         // run.
         unsafe { self.driver.copy_to_device(target, source, bytes, stream) }
@@ -262,6 +293,7 @@ impl Gpu {
         source.record_stream(stream);
         let target = target.address();
         let source = DevicePtr::of(source.address().as_ptr());
+        self.check_own(stream)?;
         let _entered = self.enter_beside_captures()?;
         // SAFETY: the target lies in a live region, and `BorrowedTensor` guarantees the elements of the
         // source. The memory of both is freed only after the copy, as they have recorded the stream.
@@ -288,7 +320,7 @@ impl Gpu {
         if bytes(source) == 0 {
             return Ok(());
         }
-        let _entered = self.enter()?;
+        let _entered = self.enter_on(stream)?;
         let at = |tensor: &BorrowedTensor<'_>| DevicePtr::of(tensor.address().as_ptr());
         // SAFETY: `BorrowedTensor` guarantees the elements of both.
         unsafe { self.driver.copy(at(target), at(source), bytes(source), stream) }
@@ -312,7 +344,7 @@ impl Gpu {
         if to.1.contains(&0) {
             return Ok(());
         }
-        let _entered = self.enter()?;
+        let _entered = self.enter_on(stream)?;
         // SAFETY: `BorrowedTensor` guarantees the elements of both.
         unsafe { self.driver.copy_2d(to.0, from.0, to.1, stream) }
     }
@@ -326,7 +358,7 @@ impl Gpu {
             return Ok(());
         }
         target.record_stream(stream);
-        let _entered = self.enter()?;
+        let _entered = self.enter_on(stream)?;
         let address = DevicePtr::of(target.address().as_ptr());
         // SAFETY: the bytes lie in a live region of this device.
         unsafe { self.driver.fill(address, value, target.bytes(), stream) }
@@ -337,6 +369,7 @@ impl Gpu {
     /// # Errors
     /// [`ErrorKind::Driver`] while `stream` is being captured, and for an earlier failure on the device.
     pub fn synchronize(&self, stream: Stream) -> Result<()> {
+        self.check_own(stream)?;
         self.check_not_capturing(stream, "a wait for the device")?;
         let _entered = self.enter_beside_captures()?;
         self.driver.synchronize(stream)
@@ -350,9 +383,20 @@ impl Gpu {
         Ok(self.stream_state(stream)? == StreamState::Captured)
     }
 
-    /// Returns the state of `stream`.
+    /// Checks that the device has `stream`. One that is being captured is there.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] if it has not, and when a driver call fails.
+    pub(in crate::memory) fn check_exists(self: &Arc<Self>, stream: Stream) -> Result<()> {
+        if !self.is_capturing(stream)? {
+            Event::record(self, stream)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the state of `stream`, on whatever device.
     pub(super) fn stream_state(&self, stream: Stream) -> Result<StreamState> {
-        let _entered = self.enter()?;
+        let _entered = self.enter_of(stream)?;
         self.driver.stream_state(stream)
     }
 
@@ -385,8 +429,8 @@ impl Gpu {
         })
     }
 
-    /// Makes everything enqueued on `stream` from now on wait for the current work of `others`. The host does
-    /// not wait.
+    /// Makes everything enqueued on `stream` from now on wait for the current work of `others`, which may be
+    /// streams of other devices. The host does not wait.
     ///
     /// # Errors
     /// Same as `Gpu::check_can_order`, before anything is enqueued; [`ErrorKind::Driver`] when a driver
@@ -417,7 +461,7 @@ impl Gpu {
             return Ok(stream);
         }
         let _entered = self.enter_beside_captures()?;
-        Ok(*place.insert(self.driver.create_stream()?))
+        Ok(*place.insert(self.driver.create_stream(self.ordinal)?))
     }
 
     /// Returns whether kernels reach all page-locked host memory at its host address: memory that was

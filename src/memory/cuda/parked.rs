@@ -61,8 +61,8 @@ struct ParkedResource {
 /// Resources to release once their users can be waited for.
 static PARKED: Mutex<Vec<ParkedResource>> = Mutex::new(Vec::new());
 
-/// Releases a resource after the work of its users, for which it waits. While a user is being captured, the
-/// release is deferred.
+/// Releases a resource after the work of its users, for which it waits, on whatever device they are. While a user
+/// is being captured, the release is deferred.
 ///
 /// # Safety
 /// It came from the driver in the context of `gpu`, is released once, and only work enqueued on `users` uses
@@ -89,6 +89,7 @@ impl ParkedResource {
     fn finish(mut self) -> Option<Self> {
         let gpu = &self.gpu;
         self.users.retain(|&stream| {
+            // Each on the stream's own device: the memory may be another's, or the host's.
             let awaited = match gpu.stream_state(stream) {
                 Ok(StreamState::Running) => Event::record_if_alive(gpu, stream)
                     .and_then(|event| event.map_or(Ok(()), |event| event.wait())),

@@ -279,7 +279,7 @@ impl Drop for CacheCore {
             let evicted = self.state.get_mut().tree.take_all();
             return self.free_states(&evicted.states);
         };
-        let call = self.begin_call(&allocator, Stream::DEFAULT);
+        let call = self.begin_call(&allocator, Stream::default_of(allocator.device()));
         let mut cache = call.current();
         let evicted = cache.tree.take_all();
         call.give_back(&cache, evicted);

@@ -61,11 +61,26 @@ class Driver:
         """Bytes that each device has."""
         self._library.soft_set_capacity(ctypes.c_long(size))
 
-    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
-        """Enqueues a copy to page-locked memory, as a program does that is neither PyTorch nor kvpool."""
+    @contextmanager
+    def on_device(self, device: int) -> Iterator[None]:
+        """Makes a device the current one of the driver, of which PyTorch knows nothing."""
+        context = ctypes.c_size_t()
+        assert self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+        assert self._library.cuCtxPushCurrent_v2(context) == 0
+        try:
+            yield
+        finally:
+            assert self._library.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
+
+    def copy_to_host(
+        self, target: torch.Tensor, source: torch.Tensor, stream: int, device: int = 0
+    ) -> None:
+        """Enqueues a copy to page-locked memory on a stream of a device, as a program does that is neither PyTorch
+        nor kvpool."""
         size = ctypes.c_size_t(source.nbytes)
         pointers = ctypes.c_void_p(target.data_ptr()), ctypes.c_uint64(source.data_ptr())
-        assert self._library.cuMemcpyDtoHAsync_v2(*pointers, size, ctypes.c_size_t(stream)) == 0
+        with self.on_device(device):
+            assert self._library.cuMemcpyDtoHAsync_v2(*pointers, size, ctypes.c_size_t(stream)) == 0
 
     def destroy_stream(self, stream: int) -> None:
         """Destroys a stream; its handle must not be used any more."""
@@ -112,9 +127,9 @@ class Driver:
         else:
             assert self._library.soft_run(ctypes.c_size_t(stream)) == 0
 
-    def stream(self) -> int:
-        """A new stream of the first device."""
-        return int(self._library.soft_stream(0))
+    def stream(self, device: int = 0) -> int:
+        """A new stream of a device."""
+        return int(self._library.soft_stream(device))
 
     def device_bytes(self) -> int:
         """Device memory that is out."""

@@ -67,10 +67,11 @@ impl From<Stream> for StreamHandle {
     }
 }
 
-impl From<StreamHandle> for Stream {
-    fn from(handle: StreamHandle) -> Self {
-        // SAFETY: the driver made the stream, and no call destroys it.
-        unsafe { Self::from_handle(handle.0) }
+impl StreamHandle {
+    /// Returns the stream of a handle that the driver made on device `ordinal`, and that no call destroys.
+    pub(super) const fn stream(self, ordinal: u32) -> Stream {
+        // SAFETY: guaranteed by the caller.
+        unsafe { Stream::from_handle(self.0, ordinal) }
     }
 }
 
