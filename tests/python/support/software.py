@@ -33,7 +33,7 @@ class Driver:
         self._library = ctypes.CDLL(None)
         for name in ("calls", "failures_left", "pending", "pending_all", "end_capture"):
             getattr(self._library, f"soft_{name}").restype = ctypes.c_long
-        for name in ("device_bytes", "page_locked_bytes"):
+        for name in ("device_bytes", "page_locked_bytes", "uses_of_destroyed"):
             getattr(self._library, f"soft_{name}").restype = ctypes.c_long
         self._library.soft_stream.restype = ctypes.c_size_t
 
@@ -81,6 +81,14 @@ class Driver:
         pointers = ctypes.c_void_p(target.data_ptr()), ctypes.c_uint64(source.data_ptr())
         with self.on_device(device):
             assert self._library.cuMemcpyDtoHAsync_v2(*pointers, size, ctypes.c_size_t(stream)) == 0
+
+    def reuse_streams(self) -> None:
+        """Gives new streams the handles of destroyed ones, until `restore`."""
+        self._library.soft_reuse_streams(1)
+
+    def uses_of_destroyed(self) -> int:
+        """Calls that were given the handle of a destroyed stream."""
+        return int(self._library.soft_uses_of_destroyed())
 
     def destroy_stream(self, stream: int) -> None:
         """Destroys a stream; its handle must not be used any more."""

@@ -6,7 +6,7 @@ use crate::codes::{Code, INVALID_HANDLE, INVALID_VALUE, Outcome, SUCCESS};
 use crate::contexts;
 use crate::kernels;
 use crate::memory::Place;
-use crate::state::{State, set_down, state};
+use crate::state::{State, StreamHandles, set_down, state};
 use crate::threads::Mode;
 
 /// The name that a test gave, or `None` for all.
@@ -170,6 +170,18 @@ pub extern "C" fn soft_page_locked_bytes() -> c_long {
 #[unsafe(no_mangle)]
 pub extern "C" fn soft_stream(device: c_int) -> usize {
     device.try_into().map_or(0, |device| state().create_stream(device, 1).unwrap_or(0))
+}
+
+/// Whether a new stream gets the handle of a destroyed one, at first 0.
+#[unsafe(no_mangle)]
+pub extern "C" fn soft_reuse_streams(reuses: c_int) {
+    state().config.stream_handles = if reuses == 0 { StreamHandles::New } else { StreamHandles::Reused };
+}
+
+/// Calls that were given the handle of a destroyed stream, which is undefined on a device.
+#[unsafe(no_mangle)]
+pub extern "C" fn soft_uses_of_destroyed() -> c_long {
+    long(state().streams.uses_of_gone)
 }
 
 /// Copies what device memory holds now, whatever is enqueued, to `target`.

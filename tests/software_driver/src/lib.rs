@@ -18,7 +18,8 @@
 //! takes `KVPOOL_SOFTWARE_DEVICES` (how many; 2), `KVPOOL_SOFTWARE_VERSION` (like 11080; 13020),
 //! `KVPOOL_SOFTWARE_INIT_ERROR` (what `cuInit` answers; 0), `KVPOOL_SOFTWARE_SEED` (the order of blocks and threads, 0
 //! for the last first; 1), `KVPOOL_SOFTWARE_FREE_WAITS` (1 if freeing memory waits; 0), `KVPOOL_SOFTWARE_EXIT` (1 if the
-//! driver goes down when the process ends; 0), and `CUDA_MODULE_LOADING` as any driver does.
+//! driver goes down when the process ends; 0), `KVPOOL_SOFTWARE_STREAMS` (`reused` if new streams get the handles of
+//! destroyed ones), and `CUDA_MODULE_LOADING` as any driver does.
 //!
 //! Folders and files are layers: `arena`, `memory`, `work`, `streams`, `operations`, then what is exported. All state
 //! is under one lock, under which work runs, too.
@@ -27,6 +28,7 @@
 //!
 //! It is stricter than a device: the default stream waits for no other, nothing waits for it, and memory that queued
 //! work uses must live until it ran, as freeing it waits for nothing (a driver may wait; `cudaFree` does here).
+//! The handle of a destroyed stream is refused, which a device does not promise, and its uses are counted.
 //! Copies of pageable memory cannot be captured. A function is not loaded when it is looked up, as NVIDIA's
 //! programming guide says it is. It is simpler in this: streams of one capture run in the order of the calls, nothing
 //! takes time, kernels run one after another and blocks too, and what a broken context had to do stays until it is

@@ -10,7 +10,7 @@ use crate::codes::{
 use crate::events::Recorded;
 use crate::kernels::BLOCK;
 use crate::ledger::LAUNCH;
-use crate::state::{State, is_down};
+use crate::state::{State, StreamHandles, is_down};
 use crate::streams::Position;
 use crate::threads::Mode;
 use crate::work::{Executor, Work};
@@ -105,7 +105,11 @@ impl State {
 
     pub fn create_stream(&mut self, device: usize, flags: u32) -> Outcome<usize> {
         check(flags <= NON_BLOCKING, INVALID_VALUE)?;
-        let handle = self.handle();
+        let used = match self.config.stream_handles {
+            StreamHandles::New => None,
+            StreamHandles::Reused => self.streams.used_handle(),
+        };
+        let handle = used.unwrap_or_else(|| self.handle());
         self.streams.create(handle, device, flags != NON_BLOCKING);
         Ok(handle)
     }

@@ -29,6 +29,15 @@ pub struct Config {
     pub frees_wait: bool,
     /// Functions are loaded when they are first needed.
     pub is_lazy: bool,
+    pub stream_handles: StreamHandles,
+}
+
+/// The handles that new streams get.
+#[derive(PartialEq, Eq)]
+pub enum StreamHandles {
+    New,
+    /// Those of destroyed streams first, as it may be on a device: there they are addresses.
+    Reused,
 }
 
 pub struct State {
@@ -56,6 +65,10 @@ impl Config {
             uses_host_pointers: true,
             frees_wait: number("KVPOOL_SOFTWARE_FREE_WAITS") == Some(1),
             is_lazy: std::env::var("CUDA_MODULE_LOADING").map_or(true, |mode| mode != "EAGER"),
+            stream_handles: match std::env::var("KVPOOL_SOFTWARE_STREAMS") {
+                Ok(mode) if mode == "reused" => StreamHandles::Reused,
+                _ => StreamHandles::New,
+            },
         }
     }
 }
@@ -97,7 +110,7 @@ impl State {
         kernels::set_seed(seed());
     }
 
-    /// A handle that no other object has or had.
+    /// A handle that no other object has or had, but for those of streams that are used again.
     pub fn handle(&mut self) -> usize {
         self.last_handle += 0x10;
         self.last_handle

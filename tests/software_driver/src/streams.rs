@@ -4,7 +4,7 @@
 //! nothing else of them. An event lies behind a numbered item of a stream, so waiting for it later means the record
 //! of that time, whatever the event is used for afterwards.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::capture::{Captures, Place};
 use crate::codes::{CAPTURE_IMPLICIT, CAPTURE_ISOLATION, CAPTURE_UNSUPPORTED, INVALID_HANDLE, Outcome};
@@ -62,6 +62,10 @@ pub struct Streams {
     last: u64,
     /// The number of streams that are destroyed and not dropped yet.
     destroyed: usize,
+    /// The handles of destroyed streams, which no stream has now.
+    gone: BTreeSet<usize>,
+    /// The number of calls that were given one of them.
+    pub uses_of_gone: u64,
     pub captures: Captures,
 }
 
@@ -81,7 +85,13 @@ impl Streams {
             queries: 0,
             capture: None,
         };
+        self.gone.remove(&id);
         self.all.insert(id, stream);
+    }
+
+    /// The handle of a destroyed stream that has nothing left to do, for the next stream.
+    pub fn used_handle(&self) -> Option<usize> {
+        self.gone.iter().copied().find(|handle| !self.all.contains_key(handle))
     }
 
     /// The stream that a handle means where `device` is the current one. The default stream has several handles.
@@ -96,7 +106,10 @@ impl Streams {
         let stream = self.all.get(&handle).filter(|stream| stream.is_alive && handle >= FIRST_HANDLE);
         match stream {
             Some(stream) if stream.device == device => Ok(handle),
-            _ => Err(INVALID_HANDLE),
+            _ => {
+                self.uses_of_gone += u64::from(self.gone.contains(&handle));
+                Err(INVALID_HANDLE)
+            }
         }
     }
 
@@ -114,6 +127,7 @@ impl Streams {
         let stream = self.all.get_mut(&id).ok_or(INVALID_HANDLE)?;
         self.destroyed += usize::from(stream.is_alive);
         stream.is_alive = false;
+        self.gone.insert(id);
         if let Some(capture) = stream.capture {
             self.captures.invalidate(capture);
         }

@@ -108,3 +108,36 @@ fn a_destroyed_stream_has_its_work_done() {
     ok(cuCtxSynchronize());
     assert_eq!((soft_pending_all(), peek(block)), (0, [1]));
 }
+
+#[test]
+fn uses_of_destroyed_streams_are_counted() {
+    let _fresh = FreshDriver::with_context();
+    let (block, gone, done) = (allocate(1), stream(), event());
+    ok(cuMemsetD8Async(block, 1, 1, gone));
+    ok(cuStreamDestroy_v2(gone));
+    assert_eq!((soft_uses_of_destroyed(), cuEventRecord(done, gone)), (0, INVALID_HANDLE));
+    assert_eq!((soft_uses_of_destroyed(), cuStreamSynchronize(gone)), (1, INVALID_HANDLE));
+    // What was no stream ever is no destroyed one.
+    assert_eq!((cuStreamSynchronize(0x5FFF_FFF0), soft_uses_of_destroyed()), (INVALID_HANDLE, 2));
+    assert_ne!(stream(), gone);
+}
+
+#[test]
+fn handles_are_used_again_if_asked_for() {
+    let _fresh = FreshDriver::with_context();
+    soft_reuse_streams(1);
+    let (block, gone) = (allocate(1), stream());
+    ok(cuMemsetD8Async(block, 1, 1, gone));
+    ok(cuStreamDestroy_v2(gone));
+    // Not while the stream has work.
+    let other = stream();
+    assert_ne!(other, gone);
+    soft_run_all();
+    assert_eq!(stream(), gone);
+    ok(cuStreamSynchronize(gone));
+    assert_ne!(stream(), gone);
+    assert_eq!(soft_uses_of_destroyed(), 0);
+    soft_restore();
+    ok(cuStreamDestroy_v2(gone));
+    assert_ne!(stream(), gone);
+}
