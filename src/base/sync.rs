@@ -5,7 +5,7 @@
 pub(crate) use loom::{
     sync::{
         Condvar, Mutex, MutexGuard,
-        atomic::{AtomicBool, AtomicPtr, AtomicUsize},
+        atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize},
     },
     thread,
 };
@@ -13,7 +13,7 @@ pub(crate) use loom::{
 pub(crate) use std::{
     sync::{
         Condvar, Mutex, MutexGuard,
-        atomic::{AtomicBool, AtomicPtr, AtomicUsize},
+        atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize},
     },
     thread,
 };

@@ -12,7 +12,7 @@ use crate::index::{RowExtent, plan_moves};
 use crate::memory::{BorrowedTensor, Event, Gpu, Region, Stream};
 
 use super::indices::{IndexSpace, IndexSpaces, Indices};
-use super::launch::{Copies, Launcher};
+use super::launch::{Copies, IndexUse, Launcher};
 use super::pages::{PageCopy, PagePair, Pieces, copy_pages};
 use super::rows::{LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
 use super::store::{StoreRows, store_rows};
@@ -131,15 +131,21 @@ impl Executor {
         self.gpu().map_or(Ok(()), |gpu| gpu.synchronize(stream))
     }
 
-    /// Checks that index tensors are on the executor's device or in host memory, and records that work on
-    /// `stream` reads those of the device.
+    /// Checks that index tensors are on the executor's device or in host memory. Work that reads those of the device
+    /// can be enqueued on `stream` until the guard is dropped.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) with both devices.
-    pub(crate) fn prepare_indices(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
+    pub(crate) fn use_indices<'a, const N: usize>(
+        &self,
+        indices: [&'a Indices<'a>; N],
+        stream: Stream,
+    ) -> Result<Option<IndexUse<'a, N>>> {
         match self {
-            Self::Host(_) => indices.iter().try_for_each(|indices| indices.host_values().map(drop)),
-            Self::Device(launcher) => launcher.prepare_indices(indices, stream),
+            Self::Host(_) => {
+                indices.iter().try_for_each(|indices| indices.host_values().map(drop)).map(|()| None)
+            }
+            Self::Device(launcher) => launcher.use_indices(indices, stream).map(Some),
         }
     }
 
@@ -169,11 +175,12 @@ impl Executor {
                 store_rows(stores, indices)
             }
             Self::Device(launcher) => {
-                launcher.begin(&[indices], stream)?;
+                let _uses = launcher.begin([indices], stream)?;
+                let answer = launcher.store_rows(stores, indices, stream);
                 for store in stores {
                     store.values.record_stream(stream);
                 }
-                launcher.store_rows(stores, indices, stream)
+                answer
             }
         }
     }
@@ -201,11 +208,12 @@ impl Executor {
                 gather_rows(pairs, &rows)
             }
             Self::Device(launcher) => {
-                launcher.begin(&[indices], stream)?;
+                let _uses = launcher.begin([indices], stream)?;
+                let gathered = launcher.gather_rows(pairs, indices, stream);
                 for (_, out) in pairs {
                     out.record_stream(stream);
                 }
-                launcher.gather_rows(pairs, indices, stream)
+                gathered
             }
         }
     }
@@ -227,9 +235,10 @@ impl Executor {
         src: &Indices<'_>,
         stream: Stream,
     ) -> Result<()> {
-        if let Self::Device(launcher) = self {
-            launcher.begin(&[dst, src], stream)?;
-        }
+        let _uses = match self {
+            Self::Host(_) => None,
+            Self::Device(launcher) => Some(launcher.begin([dst, src], stream)?),
+        };
         if dst.len() != src.len() {
             let (dst, src) = (dst.len(), src.len());
             let text = format!("{dst} destinations and {src} sources; the numbers must be equal");
@@ -272,7 +281,7 @@ impl Executor {
                 zero_rows(rows.all(), &numbers)
             }
             Self::Device(launcher) => {
-                launcher.begin(&[indices], stream)?;
+                let _uses = launcher.begin([indices], stream)?;
                 launcher.zero_rows(rows.kinds(), indices, stream)
             }
         }
@@ -388,7 +397,7 @@ impl Executor {
                 build_kv_indices(table, &host.rows(rows)?, &ends, out)
             }
             Self::Device(launcher) => {
-                launcher.begin(&[rows, indptr], stream)?;
+                let _uses = launcher.begin([rows, indptr], stream)?;
                 let row_list = rows.list(launcher.spaces().rows)?;
                 let end_list = match indptr {
                     Indices::Device { .. } => Vec::new(),
@@ -399,9 +408,10 @@ impl Executor {
                         ends.as_i32()?.into_owned()
                     }
                 };
-                out.record_stream(stream);
                 let numbers = [rows.numbers(&row_list), indptr.numbers(&end_list)];
-                launcher.kv_indices(table, numbers, out, rows.len(), stream)
+                let built = launcher.kv_indices(table, numbers, out, rows.len(), stream);
+                out.record_stream(stream);
+                built
             }
         }
     }

@@ -103,6 +103,29 @@ pub struct Launcher {
     users: Arc<StreamSet>,
 }
 
+/// A use of index tensors by work on a stream, which is recorded when the guard is dropped: after the work was
+/// enqueued, as [`StreamSet::record`] requires.
+#[must_use = "the work is enqueued before the guard is dropped"]
+pub(crate) struct IndexUse<'a, const N: usize> {
+    indices: [&'a Indices<'a>; N],
+    stream: Stream,
+}
+
+impl<'a, const N: usize> IndexUse<'a, N> {
+    fn tensors(&self) -> impl Iterator<Item = &BorrowedTensor<'a>> {
+        self.indices.iter().filter_map(|indices| match indices {
+            Indices::Host(_) => None,
+            Indices::Device { tensor, .. } => Some(tensor),
+        })
+    }
+}
+
+impl<const N: usize> Drop for IndexUse<'_, N> {
+    fn drop(&mut self) {
+        self.tensors().for_each(|tensor| tensor.record_stream(self.stream));
+    }
+}
+
 impl Launcher {
     /// Creates a launcher for memory of `backend` on `gpu` with these users, which passes up to `ring_bytes`
     /// of numbers from the host at once.
@@ -145,26 +168,27 @@ impl Launcher {
         self.spaces
     }
 
-    /// Checks that index tensors are in host memory or on this device, and records that work on `stream`
-    /// reads them.
-    pub(super) fn prepare_indices(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
-        let tensors = || {
-            indices.iter().filter_map(|indices| match indices {
-                Indices::Host(_) => None,
-                Indices::Device { tensor, .. } => Some(tensor),
-            })
-        };
-        tensors().try_for_each(|tensor| tensor.check_on(self.gpu.device(), "the index tensor"))?;
-        for tensor in tensors() {
-            tensor.record_stream(stream);
-        }
-        Ok(())
+    /// Checks that index tensors are in host memory or on this device. Work that reads them can be enqueued on
+    /// `stream` until the guard is dropped.
+    pub(super) fn use_indices<'a, const N: usize>(
+        &self,
+        indices: [&'a Indices<'a>; N],
+        stream: Stream,
+    ) -> Result<IndexUse<'a, N>> {
+        let uses = IndexUse { indices, stream };
+        uses.tensors().try_for_each(|tensor| tensor.check_on(self.gpu.device(), "the index tensor"))?;
+        Ok(uses)
     }
 
     /// Starts every call: checks the devices of its indices, and reports a fault of an earlier call.
-    pub(super) fn begin(&self, indices: &[&Indices<'_>], stream: Stream) -> Result<()> {
-        self.prepare_indices(indices, stream)?;
-        self.take_fault()
+    pub(super) fn begin<'a, const N: usize>(
+        &self,
+        indices: [&'a Indices<'a>; N],
+        stream: Stream,
+    ) -> Result<IndexUse<'a, N>> {
+        let uses = self.use_indices(indices, stream)?;
+        self.take_fault()?;
+        Ok(uses)
     }
 
     /// Returns, once, the error that a kernel of an earlier call has recorded. Makes no driver call.
@@ -419,15 +443,17 @@ impl Launcher {
     pub(super) fn copy_pages(&self, plan: &PagePlan<'_>, pieces: &Pieces, stream: Stream) -> Result<()> {
         self.gpu.check_process()?;
         self.gpu.check_not_capturing(stream, "a copy between pages and host memory")?;
+        let copied = match &plan.staging {
+            _ if pieces.reach() == HostAccess::Copied => self.copy_each_page(plan, stream),
+            Some(staged) => self.copy_staged_pages(plan, staged, stream),
+            None => {
+                let is_light = plan.direction == PageCopy::In && plan.run_bytes() >= LONG_RUN;
+                self.launch_page_copies(plan, if is_light { LOADING_BLOCKS } else { PAGE_BLOCKS }, stream)
+            }
+        };
+        self.users.record(stream);
         pieces.region().record_stream(stream);
-        if pieces.reach() == HostAccess::Copied {
-            return self.copy_each_page(plan, stream);
-        }
-        if let Some(staged) = &plan.staging {
-            return self.copy_staged_pages(plan, staged, stream);
-        }
-        let is_light = plan.direction == PageCopy::In && plan.run_bytes() >= LONG_RUN;
-        self.launch_page_copies(plan, if is_light { LOADING_BLOCKS } else { PAGE_BLOCKS }, stream)
+        copied
     }
 
     /// Copies whole pages to pieces by way of a staging area: a kernel gathers them there, and copies of the
@@ -473,7 +499,6 @@ impl Launcher {
     }
 
     fn copy_each_page(&self, plan: &PagePlan<'_>, stream: Stream) -> Result<()> {
-        self.users.record(stream);
         for &[source, target] in &plan.indices {
             for kind in plan.kinds.iter().filter(|kind| kind.bytes > 0) {
                 let is_near = kind.source.step.max(kind.target.step) <= Gpu::MAX_PITCH;
@@ -633,8 +658,7 @@ impl Launcher {
         stream: Stream,
     ) -> Result<()> {
         let index = Index::new(&Numbers::Tensor(last_loc))?;
-        last_loc.record_stream(stream);
-        for (part, offsets) in grown.offsets.chunks(MAX_GROWING).enumerate() {
+        let launched = grown.offsets.chunks(MAX_GROWING).enumerate().try_for_each(|(part, offsets)| {
             let first = part * MAX_GROWING;
             let indptr = &grown.indptr[first..=first + offsets.len()];
             let params = ContinueParams {
@@ -648,9 +672,10 @@ impl Launcher {
                 is_wide: i32::from(out.dtype() == DType::I64),
             };
             let params = WithList::new(params, &[offsets, indptr]);
-            self.launch(self.kernels.continue_pages, [blocks(offsets.len())?, 1], &params, stream)?;
-        }
-        Ok(())
+            self.launch(self.kernels.continue_pages, [blocks(offsets.len())?, 1], &params, stream)
+        });
+        last_loc.record_stream(stream);
+        launched
     }
 
     /// Launches a kernel on a grid of blocks. An empty grid is not launched.
@@ -658,11 +683,12 @@ impl Launcher {
         if grid.contains(&0) {
             return Ok(());
         }
-        self.users.record(stream);
         // SAFETY: the kernel takes a `P`. Addresses are those of live regions of this device and of tensors
         // that the caller of the pool keeps alive in the order of `stream`; what a kernel reaches from them
         // was checked by the caller or is checked by the kernel.
-        unsafe { self.gpu.launch(kernel.function(), grid, params, stream) }
+        let launched = unsafe { self.gpu.launch(kernel.function(), grid, params, stream) };
+        self.users.record(stream);
+        launched
     }
 }
 

@@ -132,9 +132,9 @@ impl BorrowedTensor<'_> {
         Ok(Self { shape: Dims::new(&[signed(count)])?, strides, ..*self })
     }
 
-    /// Records that work on `stream` uses the memory. From then on the memory is freed, and slots of an
-    /// allocator are written again, only after that work, even if the owner drops the tensor before. Has no
-    /// effect on memory that devices cannot access or that no backend allocated.
+    /// Records that work on `stream` uses the memory, once it is enqueued: see [`StreamSet::record`]. From then on the
+    /// memory is freed, and slots of an allocator are written again, only after that work, even if the owner drops
+    /// the tensor before. Has no effect on memory that devices cannot access or that no backend allocated.
     pub fn record_stream(&self, stream: Stream) {
         with_streams_at(self.address.as_ptr().addr(), |users| users.record(stream));
     }

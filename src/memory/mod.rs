@@ -52,7 +52,7 @@ pub use page_locking::{
 pub use region::{Number, Plain, Region, RegionRange, ReturnedParts};
 pub(crate) use region_writer::RegionWriter;
 pub use stream::Stream;
-pub use stream_set::StreamSet;
+pub use stream_set::{StreamSet, StreamUser, TakenStreams};
 pub use system_pages::system_page_size;
 pub use wrappers::{CountingBackend, FailingBackend, LimitedBackend};
 

@@ -289,7 +289,7 @@ impl Region {
         }
     }
 
-    /// Records that work on `stream` uses the memory: it is freed only after that work.
+    /// Records that work on `stream` uses the memory: it is freed only after that work. See [`StreamSet::record`].
     #[inline]
     pub fn record_stream(&self, stream: Stream) {
         if let Some(users) = self.users() {

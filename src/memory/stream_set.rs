@@ -1,14 +1,15 @@
 //! The streams that use memory, so that it is freed after their work.
 //!
-//! A stream is recorded when work that uses the memory is enqueued, by the kernels or by the caller.
+//! A launch records its stream after it has enqueued its work, and holds the memory until then. So whoever takes a
+//! stream out of a set and then records an event on it has all the work of the launches that did not record it again.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::base::Result;
-use crate::base::sync::lock;
+use crate::base::sync::{AtomicU64, Mutex, MutexGuard};
 
 use super::cuda::is_forked;
 use super::{Gpu, Stream};
@@ -27,39 +28,54 @@ use super::{Gpu, Stream};
 /// ```
 #[derive(Debug, Default)]
 pub struct StreamSet {
-    /// The mark of the last recorded stream, which is in `streams`; 0 for none. See [`mark`].
+    /// The mark of the last recorded stream, which is in `users`; 0 for none. It changes under the lock of `users`.
+    /// See [`mark`].
     last: AtomicU64,
-    streams: Mutex<Vec<Stream>>,
+    users: Mutex<Vec<StreamUser>>,
+}
+
+/// A stream that uses memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamUser {
+    /// The stream.
+    pub stream: Stream,
+    /// Whether it may use the memory without being recorded again: see [`StreamSet::keep`].
+    pub is_kept: bool,
 }
 
 impl StreamSet {
-    /// Records that work on `stream` uses the memory.
+    /// Records that work on `stream` uses the memory. Called after the work is enqueued, also if that failed, and
+    /// before the caller gives up the memory; or before any work, by the owner of the memory, who knows for how
+    /// long there may be some.
     #[inline]
     pub fn record(&self, stream: Stream) {
         let mark = mark(stream);
         if self.last.load(Relaxed) != mark {
-            self.add(stream, mark);
+            self.add(StreamUser { stream, is_kept: false }, mark);
         }
     }
 
-    /// Records a stream that the caller names: work on it will use the memory.
+    /// Records a stream that the caller names: work on it may use the memory at any time from now on, without being
+    /// recorded again.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) if its device has no such stream, which fails here and
     /// not when somebody has to wait for it, and when a driver call fails. Nothing is recorded.
     pub fn keep(&self, stream: Stream) -> Result<()> {
-        if !self.lock().contains(&stream) {
+        let user = StreamUser { stream, is_kept: true };
+        if !self.lock().contains(&user) {
             Gpu::open(stream.ordinal())?.check_exists(stream)?;
+            self.add(user, mark(stream));
         }
-        self.record(stream);
         Ok(())
     }
 
     #[cold]
-    fn add(&self, stream: Stream, mark: u64) {
-        let mut streams = self.lock();
-        if !streams.contains(&stream) {
-            streams.push(stream);
+    fn add(&self, user: StreamUser, mark: u64) {
+        let mut users = self.lock();
+        match users.iter_mut().find(|other| other.stream == user.stream) {
+            Some(other) => other.is_kept |= user.is_kept,
+            None => users.push(user),
         }
         if mark != UNMARKED {
             self.last.store(mark, Relaxed);
@@ -69,11 +85,54 @@ impl StreamSet {
     /// Returns every recorded stream.
     #[must_use]
     pub fn streams(&self) -> Vec<Stream> {
-        self.lock().clone()
+        self.lock().iter().map(|user| user.stream).collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Stream>> {
-        lock(&self.streams)
+    /// Takes the streams out that `may_leave`: once the caller has ordered a stream of the set after the work that
+    /// they have then, only work that is recorded later need be waited for on them.
+    pub fn take(&self, may_leave: impl Fn(&StreamUser) -> bool) -> TakenStreams<'_> {
+        let mut users = self.lock();
+        let before = users.iter().map(|user| user.stream).collect();
+        let taken: Vec<_> = users.extract_if(.., |user| may_leave(user)).collect();
+        if !taken.is_empty() {
+            // A launch that still finds its stream here has enqueued its work, which the caller will wait for; any
+            // other records it again.
+            self.last.store(0, Relaxed);
+        }
+        TakenStreams { set: self, before, taken }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<StreamUser>> {
+        self.users.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Streams taken out of a set, which are recorded in it again on drop.
+#[derive(Debug)]
+pub struct TakenStreams<'a> {
+    set: &'a StreamSet,
+    before: Vec<Stream>,
+    taken: Vec<StreamUser>,
+}
+
+impl TakenStreams<'_> {
+    /// Returns the streams to wait for: all that were in the set, the taken ones among them.
+    #[must_use]
+    pub fn before(&self) -> &[Stream] {
+        &self.before
+    }
+
+    /// Leaves them out of the set: a stream that is in it comes after their work.
+    pub fn forget(mut self) {
+        self.taken.clear();
+    }
+}
+
+impl Drop for TakenStreams<'_> {
+    fn drop(&mut self) {
+        for user in self.taken.drain(..) {
+            self.set.add(user, mark(user.stream));
+        }
     }
 }
 

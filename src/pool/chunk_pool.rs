@@ -513,11 +513,11 @@ impl ChunkPool {
         }
         let packed = self.tensor(chunk, Some(Dims::of(&[tensor.shape().numel()])?))?;
         self.begin_copy(chunk)?;
+        let copied = pack(&packed.borrow(), tensor, direction, gpu.as_ref(), stream);
         if gpu.is_some() {
             self.region.record_stream(stream);
             tensor.record_stream(stream);
         }
-        let copied = pack(&packed.borrow(), tensor, direction, gpu.as_ref(), stream);
         let done = match &gpu {
             Some(gpu) => Event::record(gpu, stream).map(|event| Some(Arc::new(event))),
             None => Ok(None),

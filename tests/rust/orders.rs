@@ -17,7 +17,7 @@ use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::kernels::{CopyThreads, Direction, Indices, read_indices, set_num_threads};
 use kvpool::memory::{
     Backend, Host, HostRows, LimitedBackend, MappedHost, PageLockEvent, PageLocking, Region, SideStream,
-    Stream, system_page_size,
+    Stream, StreamSet, system_page_size,
 };
 use kvpool::pool::{
     AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Fence, FileStore, FileStoreConfig,
@@ -157,6 +157,62 @@ fn freed_chunk_returns_after_its_copy() {
         let answer = copier.join().unwrap();
         assert!(answer.map_or_else(|error| error.kind() == ErrorKind::StaleBuffer, |event| event.is_none()));
         assert_eq!(pool.references(again[0]), 1);
+    });
+}
+
+/// A stream and one that comes after it. No work is enqueued on them.
+fn stream_and_writer() -> [Stream; 2] {
+    // SAFETY: as above.
+    [1, 2].map(|handle| unsafe { Stream::from_handle(handle << 4, 0) })
+}
+
+#[test]
+fn a_stream_leaves_a_set_with_all_of_its_work() {
+    try_all(None, || {
+        let [stream, writer] = stream_and_writer();
+        let users = Arc::new(StreamSet::default());
+        users.record(stream);
+        users.record(writer);
+        // What was enqueued on the stream. Calls of a driver are ordered, as by a lock.
+        let enqueued = Arc::new(loom::sync::Mutex::new(0));
+        let launches = {
+            let (users, enqueued) = (Arc::clone(&users), Arc::clone(&enqueued));
+            thread::spawn(move || {
+                for _ in 0..2 {
+                    *enqueued.lock().unwrap() += 1;
+                    users.record(stream);
+                }
+            })
+        };
+        let taken = users.take(|user| user.stream == stream);
+        assert_eq!(taken.before(), [stream, writer]);
+        let awaited = *enqueued.lock().unwrap();
+        users.record(writer);
+        taken.forget();
+        launches.join().unwrap();
+        let left = users.streams();
+        assert!(left.contains(&writer));
+        assert!(left.contains(&stream) || awaited == 2, "{awaited} of 2 launches are waited for");
+        users.record(stream);
+        assert!(users.streams().contains(&stream));
+    });
+}
+
+#[test]
+fn a_stream_that_was_not_waited_for_stays_in_its_set() {
+    try_all(None, || {
+        let [stream, other] = stream_and_writer();
+        let users = Arc::new(StreamSet::default());
+        users.record(stream);
+        let launches = {
+            let users = Arc::clone(&users);
+            thread::spawn(move || [other, stream, other].map(|stream| users.record(stream)))
+        };
+        drop(users.take(|_| true));
+        launches.join().unwrap();
+        let mut left = users.streams();
+        left.sort_by_key(|stream| stream.handle());
+        assert_eq!(left, [stream, other]);
     });
 }
 

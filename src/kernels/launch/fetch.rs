@@ -111,8 +111,9 @@ impl Fetcher {
             if tensor.is_contiguous() {
                 self.gpu.copy_out(tensor, range, stream)
             } else {
+                let launched = read_kernel(&self.gpu, &self.kernels, tensor, range, stream);
                 tensor.record_stream(stream);
-                read_kernel(&self.gpu, &self.kernels, tensor, range, stream)
+                launched
             }
         })?;
         Ok(reply.map(|reply| PendingFetch { reply, count, is_wide: wide, keep: keep() }))

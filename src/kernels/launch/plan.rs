@@ -142,8 +142,7 @@ impl Launcher {
         let at = |offset: usize| fields.region.at(offset, 0).map(NonNull::as_ptr);
         let some = |offset: Option<usize>| offset.map_or(Ok(std::ptr::null_mut()), at);
         let arrays = [numbers.as_flattened(), batch.pages];
-        table.region().record_stream(stream);
-        self.launch_with_arrays(self.kernels.plan, grid, &arrays, stream, |arrays| {
+        let launched = self.launch_with_arrays(self.kernels.plan, grid, &arrays, stream, |arrays| {
             Ok(PlanParams {
                 requests: arrays.address(0),
                 pages: arrays.address(1),
@@ -166,6 +165,8 @@ impl Launcher {
                 tokens: int32(batch.tokens),
                 kv_len: int32(batch.kv_len),
             })
-        })
+        });
+        table.region().record_stream(stream);
+        launched
     }
 }

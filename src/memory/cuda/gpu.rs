@@ -261,13 +261,14 @@ impl Gpu {
         if bytes == 0 {
             return Ok(());
         }
-        target.record_stream(stream);
-        source.record_stream(stream);
-        let (target, source) = (DevicePtr::of(target.address().as_ptr()), source.address().as_ptr());
+        let (to, from) = (DevicePtr::of(target.address().as_ptr()), source.address().as_ptr());
         let _entered = self.enter_on(stream)?;
         // SAFETY: both ranges lie in live regions; the caller keeps the source unchanged until the copy has
         // run.
-        unsafe { self.driver.copy_to_device(target, source, bytes, stream) }
+        let copied = unsafe { self.driver.copy_to_device(to, from, bytes, stream) };
+        target.record_stream(stream);
+        source.record_stream(stream);
+        copied
     }
 
     /// Enqueues a copy of a contiguous tensor on this device to as many bytes of host memory. If those are
@@ -289,15 +290,15 @@ impl Gpu {
         if bytes == 0 {
             return Ok(());
         }
-        target.record_stream(stream);
-        source.record_stream(stream);
-        let target = target.address();
-        let source = DevicePtr::of(source.address().as_ptr());
+        let (to, from) = (target.address(), DevicePtr::of(source.address().as_ptr()));
         self.check_own(stream)?;
         let _entered = self.enter_beside_captures()?;
         // SAFETY: the target lies in a live region, and `BorrowedTensor` guarantees the elements of the
-        // source. The memory of both is freed only after the copy, as they have recorded the stream.
-        unsafe { self.driver.copy_to_host(target.as_ptr(), source, bytes, stream) }
+        // source. The memory of both is freed only after the copy, as they record the stream.
+        let copied = unsafe { self.driver.copy_to_host(to.as_ptr(), from, bytes, stream) };
+        target.record_stream(stream);
+        source.record_stream(stream);
+        copied
     }
 
     /// Enqueues a copy of the bytes of a contiguous tensor to another; this device must reach both. If both
@@ -357,11 +358,12 @@ impl Gpu {
         if target.bytes() == 0 {
             return Ok(());
         }
-        target.record_stream(stream);
         let _entered = self.enter_on(stream)?;
         let address = DevicePtr::of(target.address().as_ptr());
         // SAFETY: the bytes lie in a live region of this device.
-        unsafe { self.driver.fill(address, value, target.bytes(), stream) }
+        let filled = unsafe { self.driver.fill(address, value, target.bytes(), stream) };
+        target.record_stream(stream);
+        filled
     }
 
     /// Waits for everything on `stream`.

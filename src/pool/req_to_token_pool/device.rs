@@ -74,19 +74,20 @@ impl RequestTable {
         stream: Stream,
     ) -> Result<()> {
         self.check_not_capturing(stream)?;
-        self.executor.prepare_indices(&[values], stream)?;
+        let _values = self.executor.use_indices([values], stream)?;
         let known = known(values)?.map(IndexVec::into_i32).transpose()?;
-        let places = match index {
+        let (places, _uses) = match index {
             TableIndex::Columns { row, start, end } => {
                 let (row, from, stop) = self.checked_columns(*row, *start, *end)?;
                 let count = stop - from;
                 let known = Some(KnownPlaces::Columns { row, from, count });
-                TablePlaces { row: Operand::Same(row.into()), column: Operand::From(from), count, known }
+                let (row, column) = (Operand::Same(row.into()), Operand::From(from));
+                (TablePlaces { row, column, count, known }, None)
             }
             TableIndex::Points { rows, columns } => {
-                self.executor.prepare_indices(&[rows, columns], stream)?;
+                let uses = self.executor.use_indices([rows, columns], stream)?;
                 as_many(rows.len(), columns.len())?;
-                self.places(rows, columns)?
+                (self.places(rows, columns)?, uses)
             }
         };
         let value = match (values, values.len(), known.as_deref()) {
