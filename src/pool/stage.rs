@@ -36,12 +36,13 @@ const ALIGNED: usize = 4;
 pub(super) struct Stage {
     gpu: Arc<Gpu>,
     region: Arc<Region>,
-    /// Streams on which positions were written, handed out or read. New writes wait for them.
+    /// Streams on which positions were written, handed out or read. New writes wait for them. A stream leaves with
+    /// such a wait when it has no tensor any more: the writer comes after all of its work.
     users: Arc<StreamSet>,
     ring: Ring,
     copy: Arc<StageMirror>,
-    /// Parts of the region whose tensors were dropped.
-    returned: Arc<ReturnedParts>,
+    /// The streams that have tensors, and may read them without a call of kvpool.
+    readers: Vec<Reader>,
     /// Positions that no tensor and no window covers.
     free: Bitmap,
     window: Option<Window>,
@@ -59,6 +60,14 @@ pub(super) struct Stage {
 /// Returns the bytes of a stage for tensors over up to `slots` live slots, and as many freed ones.
 pub(super) fn stage_bytes(slots: usize, dtype: IndexDType) -> Result<usize> {
     bytes_of("the tensors of slots", &[2, slots + MAX_AHEAD], dtype.dtype())
+}
+
+/// A stream on which tensors were handed out.
+#[derive(Debug)]
+struct Reader {
+    stream: Stream,
+    /// Parts of the region whose tensors were dropped. Each tensor that is left has a reference.
+    returned: Arc<ReturnedParts>,
 }
 
 /// Positions that hold the predicted slots.
@@ -134,7 +143,7 @@ impl Stage {
             region,
             users,
             copy,
-            returned: Arc::default(),
+            readers: Vec::new(),
             free,
             window: None,
             page_size: slots.page_size(),
@@ -172,7 +181,7 @@ impl Stage {
         self.gpu.check_process()?;
         self.order(stream)?;
         if let Some(positions) = self.advance_window(runs, count) {
-            return self.view(positions);
+            return self.view(positions, stream);
         }
         self.check_writable(stream)?;
         self.leave_window();
@@ -188,7 +197,7 @@ impl Stage {
         let (positions, written) = written?;
         let rest = positions.start + count..positions.end;
         self.window = Some(Window { positions: rest, runs: next, written, ordered: vec![stream] });
-        self.view(positions.start..positions.start + count)
+        self.view(positions.start..positions.start + count, stream)
     }
 
     /// Appends the slots of `runs`.
@@ -225,7 +234,7 @@ impl Stage {
     pub(super) fn tensor_of(&mut self, values: &[i32], stream: Stream) -> Result<TensorView> {
         self.check_writable(stream)?;
         let (positions, _) = self.write(values.len(), values, stream)?;
-        self.view(positions)
+        self.view(positions, stream)
     }
 
     /// Works like [`Self::tensor_of`] for the slots of a batch that grows. The padding slot in `values` stands for
@@ -293,12 +302,23 @@ impl Stage {
         self.free.insert_run(window.positions.start, left);
     }
 
+    /// Takes the positions of dropped tensors, and forgets the readers that have no tensor any more.
+    fn take_returned(&mut self) {
+        let (size, free) = (self.size(), &mut self.free);
+        self.readers.retain_mut(|reader| {
+            // Asked first: once no tensor is left, all of its reader's parts have been returned.
+            let has_tensors = Arc::get_mut(&mut reader.returned).is_none();
+            for range in reader.returned.take() {
+                let (start, end) = (range.start / size, range.end / size);
+                free.insert_run(start, end - start);
+            }
+            has_tensors
+        });
+    }
+
     /// Takes a run of `least` to `most` positions.
     fn take_run(&mut self, least: usize, most: usize) -> Result<Range<usize>> {
-        for range in self.returned.take() {
-            let (start, end) = (range.start / self.size(), range.end / self.size());
-            self.free.insert_run(start, end - start);
-        }
+        self.take_returned();
         let (mut best, mut from) = (0..0, 0);
         while let Some((start, len)) = self.free.next_run(from, most + ALIGNED)
             && best.len() < most
@@ -337,8 +357,16 @@ impl Stage {
     }
 
     fn copy_in(&mut self, positions: &Range<usize>, values: &[i32], stream: Stream) -> Result<Arc<Event>> {
-        // The tensors over these positions were dropped, but work on their streams may still read them.
-        self.gpu.make_stream_wait(&self.users.streams(), stream)?;
+        // The tensors over these positions were dropped, but work on their streams may still read them. Streams
+        // that have no tensor enqueue no more such work: this one stands for them from now on.
+        let readers = &self.readers;
+        let taken = self.users.take(|user| {
+            let has_tensors = readers.iter().any(|reader| user.is_kept || reader.stream == user.stream);
+            user.stream != stream && !has_tensors
+        });
+        self.gpu.make_stream_wait(taken.before(), stream)?;
+        self.users.record(stream);
+        taken.forget();
         let target = self.region.range(positions.start * self.size(), values.len() * self.size())?;
         let written = match self.copy.dtype {
             IndexDType::I32 => self.ring.upload_to(target, values, stream)?,
@@ -349,7 +377,6 @@ impl Stage {
             }
         };
         self.copy.locked(|copy| copy[positions.clone()].copy_from_slice(values));
-        self.users.record(stream);
         Ok(written)
     }
 
@@ -361,15 +388,21 @@ impl Stage {
                 .check_not_capturing(stream, "a wait for slots that were written outside of the capture")?;
             window.written.make_stream_wait(stream)?;
             window.ordered.push(stream);
-            self.users.record(stream);
         }
         Ok(())
     }
 
-    fn view(&self, positions: Range<usize>) -> Result<TensorView> {
+    /// Returns a tensor of these positions, which are valid on `stream`.
+    fn view(&mut self, positions: Range<usize>, stream: Stream) -> Result<TensorView> {
         let (count, size) = (positions.len(), self.size());
         let bytes = positions.start * size..positions.end * size;
-        let part = Region::part(&self.region, bytes, &self.returned)?;
+        let at = self.readers.iter().position(|reader| reader.stream == stream).unwrap_or_else(|| {
+            self.readers.push(Reader { stream, returned: Arc::default() });
+            self.readers.len() - 1
+        });
+        // Its work is recorded now, as it may read the tensor without a call of kvpool.
+        self.users.record(stream);
+        let part = Region::part(&self.region, bytes, &self.readers[at].returned)?;
         TensorView::contiguous(Arc::new(part), 0, self.copy.dtype(), &[count])
     }
 }

@@ -193,6 +193,77 @@ def test_allocates_after_a_stream_was_destroyed(driver: Driver) -> None:
     reuse(allocator)
 
 
+def use_and_drop(allocator: TokenToKVPoolAllocator, kv: KVPool, stream: int) -> None:
+    """Has slots written, handed out and read on a stream, and others read there that another stream has."""
+    others = some(allocator.alloc(2))
+    with on_stream(stream):
+        slots = some(allocator.alloc(40))
+        kv.move_kv(slots[:8], slots[8:16])
+        kv.move_kv(others[:1], others[1:])
+    allocator.used_on(others, stream)
+    allocator.free(slots)
+    allocator.free(others)
+
+
+def calls_about_streams(driver: Driver, allocator: TokenToKVPoolAllocator) -> list[int]:
+    """Calls for the streams that writes of slots come after."""
+    driver.reset_calls()
+    reuse(allocator)
+    return [driver.calls(name) for name in ("cuStreamIsCapturing", "cuEventRecord", "cuStreamWaitEvent")]
+
+
+def test_streams_without_slots_are_not_asked_again(driver: Driver) -> None:
+    allocator, kv = make_allocator(), KVPool(64, 1, 1, 4, "cuda", torch.float32)
+    calls = calls_about_streams(driver, allocator)
+    assert calls == calls_about_streams(driver, allocator)
+    streams = [driver.stream() for _ in range(8)]
+    for stream in streams:
+        use_and_drop(allocator, kv, stream)
+    reuse(allocator)
+    driver.run()
+    for stream in streams:
+        driver.destroy_stream(stream)
+    before = driver.uses_of_destroyed()
+    assert calls_about_streams(driver, allocator) == calls
+    assert driver.uses_of_destroyed() == before, "their work came before that of the stream that wrote last"
+
+
+def test_a_new_stream_with_the_handle_of_an_old_one_is_no_user(driver: Driver) -> None:
+    allocator, kv, old = make_allocator(), KVPool(64, 1, 1, 4, "cuda", torch.float32), driver.stream()
+    use_and_drop(allocator, kv, old)
+    reuse(allocator)
+    driver.run()
+    driver.reuse_streams()
+    driver.destroy_stream(old)
+    # The handles of other tests come first.
+    while driver.stream() != old:
+        pass
+    # A write of slots that had to come after the new stream would be refused.
+    driver.begin_capture(old)
+    reuse(allocator)
+    assert driver.end_capture(old) >= 1
+
+
+@pytest.mark.parametrize("reader", ["its own", "another"])
+def test_a_stream_stays_a_user_while_it_has_slots(driver: Driver, reader: str) -> None:
+    pinned = KVPool(8, 1, 1, 64, "cpu", torch.float32).k_buffer[0][0].view(torch.int32)
+    allocator, side = make_allocator(200), driver.stream()
+    with on_stream(side if reader == "its own" else 0):
+        slots = some(allocator.alloc(64))
+    if reader == "another":
+        allocator.used_on(slots, side)
+    expected = list(range(1, 65))
+    # The default stream writes other positions, after all that the side stream has to do by now.
+    for _ in range(20):
+        allocator.free(some(allocator.alloc(27)))
+    driver.run()
+    driver.copy_to_host(pinned, slots, side)
+    del slots
+    reuse(allocator)
+    driver.run()
+    assert pinned.flatten().tolist() == expected
+
+
 # Memory that goes back
 
 
