@@ -279,8 +279,8 @@ class Tensor:
 
         Args:
             stream: The consumer's CUDA stream, which waits for the work enqueued on the current stream: a
-                handle, 1 or `None` for the legacy default stream, -1 for no synchronization. Ignored in host
-                memory.
+                handle, 1 or `None` for the legacy default stream, -1 for no synchronization. 2, the default stream
+                of the calling thread, raises. Ignored in host memory.
             max_version: The newest DLPack (major, minor) that the caller reads. From (1, 0) on the capsule is
                 versioned, otherwise legacy.
             dl_device: The requested device. Only the tensor's own is accepted.
@@ -334,14 +334,15 @@ class Pool:
 
         Args:
             tensor: A tensor over pool memory that a GPU can access: on the GPU, or page-locked.
-            stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream of the tensor's
-                device. It must outlive the pool. It may be a stream of another GPU that accesses the memory, if it
-                is an object that says so. A handle names a stream of the tensor's GPU or, for host memory, of
-                PyTorch's current GPU; without PyTorch, of the first GPU.
+            stream: A `torch.cuda.Stream`, an object with `__cuda_stream__` (`cuda.core`, CuPy, Numba), or a stream
+                handle; not 2, the default stream of the calling thread, for which no other thread can wait. Defaults
+                to the current stream of the tensor's device. It must outlive the pool. It may be a stream of another
+                GPU that accesses the memory, if it is an object that says so. A handle names a stream of the tensor's
+                GPU or, for host memory, of PyTorch's current GPU; without PyTorch, of the first GPU.
 
         Raises:
             ConfigError: If the memory does not belong to a pool that a GPU can access, or is host memory and
-                `stream` is omitted.
+                `stream` is omitted; if `stream` is 2.
             DriverError: If the GPU has no such stream.
         """
     def leaks(self) -> list[Leak]:
@@ -865,11 +866,11 @@ class TokenToKVPoolAllocator(Pool):
 
         Args:
             tensor: A tensor that `alloc` returned, or a view of one.
-            stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream. It must outlive
-                the allocator. It may be a stream of another GPU, as in `Pool.used_on`.
+            stream: A stream or its handle, as in `Pool.used_on`; it may be one of another GPU. Defaults to the current
+                stream. It must outlive the allocator.
 
         Raises:
-            ConfigError: If the tensor does not come from this allocator.
+            ConfigError: If the tensor does not come from this allocator, or `stream` is 2.
             DriverError: If the GPU has no such stream.
         """
     def share(self, indices: IndicesLike, *, owner: str | int | None = None) -> None:
@@ -3168,13 +3169,14 @@ class Chunk:
 
         Args:
             tensor: A tensor of the chunk's dtype, on any device, with any strides.
-            stream: A `torch.cuda.Stream` or a stream handle, of the GPU that copies. Defaults to the current stream.
+            stream: A stream or its handle, as in `Pool.used_on`, of the GPU that copies. Defaults to the current
+                stream.
 
         Returns:
             A `ChunkCopy`: `query` and `wait` say when the copy is complete.
 
         Raises:
-            ConfigError: If `tensor` has more elements than the chunk, or `stream` is one of another GPU.
+            ConfigError: If `tensor` has more elements than the chunk, or `stream` is one of another GPU or 2.
             TypeError: If `tensor` has another dtype.
             StaleBufferError: If the chunk was freed.
         """
@@ -3183,7 +3185,7 @@ class Chunk:
 
         Raises:
             ConfigError: If `tensor` has more elements than the chunk, is read-only, or overlaps itself, or `stream` is
-                one of another GPU.
+                one of another GPU or 2.
             TypeError: If `tensor` has another dtype.
             StaleBufferError: If the chunk was freed.
         """

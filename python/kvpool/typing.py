@@ -40,6 +40,7 @@ __all__ = [
     "StoreStats",
     "StreamLike",
     "SupportsCudaStream",
+    "SupportsStreamProtocol",
     "TableIndex",
     "TensorLike",
     "TierName",
@@ -76,6 +77,14 @@ class SupportsCudaStream(Protocol):
     @property
     def cuda_stream(self) -> int:
         """The handle of the stream."""
+        ...
+
+
+class SupportsStreamProtocol(Protocol):
+    """A stream object of `cuda.core`, CuPy, Numba and others, by the protocol that NVIDIA proposes."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of the protocol, which is 0, and the handle. It may be a property, too."""
         ...
 
 
@@ -116,8 +125,8 @@ DeviceLike: TypeAlias = "str | torch.device"
 DTypeLike: TypeAlias = "str | torch.dtype | np.dtype[Any] | type[np.generic]"
 """A `torch.dtype`, a NumPy dtype, or the name of one."""
 
-StreamLike: TypeAlias = "SupportsCudaStream | int"
-"""A `torch.cuda.Stream`, or the handle of a CUDA stream."""
+StreamLike: TypeAlias = "SupportsCudaStream | SupportsStreamProtocol | int"
+"""A `torch.cuda.Stream`, a stream of `cuda.core`, CuPy or Numba, or the handle of a CUDA stream."""
 
 Policy: TypeAlias = "Literal['adaptive', 'lru', 'fifo', 'lfu', 'slru', 'priority']"
 """The order in which a prefix cache or a prefix tree evicts."""

@@ -1,6 +1,9 @@
 //! Queues of work on a device.
 
-use crate::base::Device;
+use crate::base::{Device, Error, Result};
+
+/// `CU_STREAM_PER_THREAD`: the default stream of the thread that passes it.
+const PER_THREAD: usize = 2;
 
 /// A CUDA stream: its device, and its driver handle; 0 is the default stream of the device. Host memory ignores it.
 ///
@@ -10,7 +13,7 @@ use crate::base::Device;
 /// use kvpool::base::Device;
 /// use kvpool::memory::Stream;
 /// // SAFETY: 0 is the default stream of every device.
-/// assert_eq!(Stream::DEFAULT, unsafe { Stream::from_handle(0, 0) });
+/// assert_eq!(Stream::DEFAULT, unsafe { Stream::from_handle(0, 0) }.unwrap());
 /// assert_ne!(Stream::DEFAULT, Stream::default_of(Device::Cuda(1)));
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -34,12 +37,18 @@ impl Stream {
 
     /// Returns the stream of device `ordinal` with this driver handle.
     ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for 2, which names another stream in each thread: memory
+    /// may be given back by a thread that cannot wait for it.
+    ///
     /// # Safety
     /// In calls that enqueue work on a device, the handle is 0 or that of a stream of this device that exists
     /// until the memory it is used with was given back.
-    #[must_use]
-    pub const unsafe fn from_handle(handle: usize, ordinal: u32) -> Self {
-        Self { handle, ordinal }
+    pub unsafe fn from_handle(handle: usize, ordinal: u32) -> Result<Self> {
+        if handle == PER_THREAD {
+            return Err(per_thread_error());
+        }
+        Ok(Self { handle, ordinal })
     }
 
     /// Returns the driver handle.
@@ -53,4 +62,12 @@ impl Stream {
     pub const fn ordinal(self) -> u32 {
         self.ordinal
     }
+}
+
+#[cold]
+fn per_thread_error() -> Error {
+    Error::config(
+        "stream 2 is the default stream of the calling thread, another one in each thread, so that no other thread \
+         can wait for it; pass a stream that was created, or the legacy default stream: 0, for DLPack 1",
+    )
 }

@@ -182,8 +182,9 @@ mod tests {
     fn different() -> Vec<Stream> {
         let handles = [0, 1, 0x7fff_dead_bee0, (1 << 48) - 1, 1 << 48, usize::MAX];
         let ordinals = [0, 1, 0xfffe, 0xffff, u32::MAX];
-        // SAFETY: no work is enqueued on them.
-        let of = |handle| ordinals.map(|ordinal| unsafe { Stream::from_handle(handle, ordinal) });
+        // SAFETY: no work is enqueued on it.
+        let stream = |handle, ordinal| unsafe { Stream::from_handle(handle, ordinal) }.expect("a handle");
+        let of = |handle| ordinals.map(|ordinal| stream(handle, ordinal));
         handles.into_iter().flat_map(of).collect()
     }
 

@@ -462,19 +462,18 @@ type Segments = BTreeMap<usize, (Arc<SharedArena>, Range<usize>)>;
 static SEGMENTS: Mutex<Segments> = Mutex::new(BTreeMap::new());
 
 /// Takes `bytes` from the arena that this thread has entered, for work on `stream`, and returns the address.
-/// `None` if there is no arena on that device, or too few bytes are left: [`Workspace::leave`] returns the
-/// reason.
+/// `None` if there is no arena on that device, too few bytes are left, or there is no stream but an error:
+/// [`Workspace::leave`] returns the reason.
 ///
 /// The memory stays valid until [`give_back_segment`], even after the workspace is closed.
 #[must_use]
-pub fn take_segment(bytes: usize, device: Device, stream: Stream) -> Option<usize> {
+pub fn take_segment(bytes: usize, device: Device, stream: Result<Stream>) -> Option<usize> {
     let shared = ENTERED.with_borrow(|entered| entered.last().cloned())?;
     if shared.region.device() != device {
         return None;
     }
     let mut state = shared.state();
-    let range = shared.take(&mut state, bytes, stream);
-    let range = match range {
+    let range = match stream.and_then(|stream| shared.take(&mut state, bytes, stream)) {
         Ok(range) => range,
         Err(failure) => {
             state.refused = Some(failure);

@@ -712,20 +712,44 @@ pub(super) fn host_or(object: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
     object.map_or(Ok(Device::Cpu), |object| device(object.py(), Some(object)))
 }
 
-/// Converts a CUDA stream for memory of `device`: a `torch.cuda.Stream`, another object with a `cuda_stream`, or a
-/// stream handle. An object that names its device is a stream of that device. Any other is a stream of `device` or,
-/// where that is the host, of the current device.
+/// Converts a CUDA stream for memory of `device`: a `torch.cuda.Stream`, another object with a `cuda_stream` or a
+/// `__cuda_stream__`, or a stream handle. An object that names its device is a stream of that device. Any other is a
+/// stream of `device` or, where that is the host, of the current device.
 pub(super) fn stream(object: &Bound<'_, PyAny>, device: Device) -> PyResult<Stream> {
     let py = object.py();
-    let handle = object.getattr(intern!(py, "cuda_stream")).unwrap_or_else(|_| object.clone());
-    let handle = handle.extract::<usize>().map_err(|_| {
+    let handle = if let Some(handle) = object.getattr_opt(intern!(py, "cuda_stream"))? {
+        handle.extract().ok()
+    } else if let Some(answer) = object.getattr_opt(intern!(py, "__cuda_stream__"))? {
+        Some(handle_of_protocol(object, answer)?)
+    } else {
+        object.extract().ok()
+    };
+    let handle = handle.ok_or_else(|| {
         PyTypeError::new_err(format!("stream must be a stream or its handle, not {}", kind_of(object)))
     })?;
     let ordinal = match (ordinal_of(object), device) {
         (Some(ordinal), _) | (None, Device::Cuda(ordinal)) => ordinal,
         (None, Device::Cpu) => current_ordinal(py)?,
     };
-    Ok(stream_of(handle, ordinal))
+    Ok(stream_of(handle, ordinal)?)
+}
+
+/// Returns the handle of a `__cuda_stream__`, which is a method in `cuda.core` and a property elsewhere: the version
+/// of the protocol, and the handle.
+fn handle_of_protocol(stream: &Bound<'_, PyAny>, found: Bound<'_, PyAny>) -> PyResult<usize> {
+    let answer = if found.is_callable() { found.call0()? } else { found };
+    let (version, handle) = answer.extract::<(i64, usize)>().map_err(|_| {
+        let kind = kind_of(stream);
+        PyTypeError::new_err(format!("__cuda_stream__ of {kind} must give (version, handle), not {answer}"))
+    })?;
+    if version != 0 {
+        let kind = kind_of(stream);
+        let text = format!(
+            "__cuda_stream__ of {kind} has version {version} of the protocol; kvpool knows version 0"
+        );
+        return Err(Error::config(text).into());
+    }
+    Ok(handle)
 }
 
 /// Returns the number of the device that a stream object names: `device.index` in PyTorch, `device.device_id` in

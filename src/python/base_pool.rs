@@ -319,14 +319,15 @@ impl BasePool {
     ///
     /// Args:
     ///     tensor: A tensor over pool memory that a GPU can access: on the GPU, or page-locked.
-    ///     stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream of the tensor's
-    ///         device. It must outlive the pool. It may be a stream of another GPU that accesses the memory, if it
-    ///         is an object that says so. A handle names a stream of the tensor's GPU or, for host memory, of
-    ///         PyTorch's current GPU; without PyTorch, of the first GPU.
+    ///     stream: A `torch.cuda.Stream`, an object with `__cuda_stream__` (`cuda.core`, CuPy, Numba), or a stream
+    ///         handle; not 2, the default stream of the calling thread, for which no other thread can wait. Defaults
+    ///         to the current stream of the tensor's device. It must outlive the pool. It may be a stream of another
+    ///         GPU that accesses the memory, if it is an object that says so. A handle names a stream of the tensor's
+    ///         GPU or, for host memory, of PyTorch's current GPU; without PyTorch, of the first GPU.
     ///
     /// Raises:
     ///     ConfigError: If the memory does not belong to a pool that a GPU can access, or is host memory and
-    ///         `stream` is omitted.
+    ///         `stream` is omitted; if `stream` is 2.
     ///     DriverError: If the GPU has no such stream.
     #[pyo3(signature = (tensor, stream=None))]
     fn used_on(

@@ -497,13 +497,14 @@ impl Chunk {
     ///
     /// Args:
     ///     tensor: A tensor of the chunk's dtype, on any device, with any strides.
-    ///     stream: A `torch.cuda.Stream` or a stream handle, of the GPU that copies. Defaults to the current stream.
+    ///     stream: A stream or its handle, as in `Pool.used_on`, of the GPU that copies. Defaults to the current
+    ///         stream.
     ///
     /// Returns:
     ///     A `ChunkCopy`: `query` and `wait` say when the copy is complete.
     ///
     /// Raises:
-    ///     ConfigError: If `tensor` has more elements than the chunk, or `stream` is one of another GPU.
+    ///     ConfigError: If `tensor` has more elements than the chunk, or `stream` is one of another GPU or 2.
     ///     TypeError: If `tensor` has another dtype.
     ///     StaleBufferError: If the chunk was freed.
     #[pyo3(signature = (tensor, stream=None))]
@@ -520,7 +521,7 @@ impl Chunk {
     ///
     /// Raises:
     ///     ConfigError: If `tensor` has more elements than the chunk, is read-only, or overlaps itself, or `stream` is
-    ///         one of another GPU.
+    ///         one of another GPU or 2.
     ///     TypeError: If `tensor` has another dtype.
     ///     StaleBufferError: If the chunk was freed.
     #[pyo3(signature = (tensor, stream=None))]

@@ -255,7 +255,7 @@ pub(super) fn use_stream(handle: Option<usize>) {
 }
 
 /// Returns the stream of device `ordinal` with a handle that comes from Python.
-pub(super) const fn stream_of(handle: usize, ordinal: u32) -> Stream {
+pub(super) fn stream_of(handle: usize, ordinal: u32) -> Result<Stream, Error> {
     // SAFETY: the caller in Python answers for the handle, as for one that it passes to the driver; PyTorch keeps its
     // streams for the life of the process.
     unsafe { Stream::from_handle(handle, ordinal) }
@@ -273,10 +273,10 @@ pub(super) fn current_stream(py: Python<'_>, device: Device) -> PyResult<Stream>
 
 fn current_stream_of_gpu(py: Python<'_>, device: Device, ordinal: u32) -> PyResult<Stream> {
     if let Some(handle) = STREAM.get() {
-        return Ok(stream_of(handle, ordinal));
+        return Ok(stream_of(handle, ordinal)?);
     }
     match torch(py)? {
-        Some(torch) => Ok(stream_of(torch.current_stream(py, device, ordinal)?, ordinal)),
+        Some(torch) => Ok(stream_of(torch.current_stream(py, device, ordinal)?, ordinal)?),
         None => Ok(Stream::default_of(device)),
     }
 }

@@ -49,20 +49,26 @@ impl Tensor {
         let (Some(gpu), Device::Cuda(ordinal)) = (self.view.region().gpu(), self.view.device()) else {
             return Ok(());
         };
+        let refuse = |error: crate::base::Error| PyBufferError::new_err(error.to_string());
         let theirs = match stream {
             Some(-1) => return Ok(()),
             // 1 and None are the legacy default stream; 0 is not allowed, since it may mean either default
             // stream.
             None | Some(1) => Stream::default_of(self.view.device()),
-            Some(0) => return Err(PyBufferError::new_err("stream 0 is ambiguous for CUDA; pass 1 or 2")),
-            Some(handle) => stream_of(
-                usize::try_from(handle)
-                    .map_err(|_| PyBufferError::new_err(format!("{handle} is not a CUDA stream")))?,
-                ordinal,
-            ),
+            Some(0) => {
+                return Err(PyBufferError::new_err(
+                    "stream 0 is ambiguous for CUDA; pass 1 for the legacy default stream",
+                ));
+            }
+            Some(handle) => {
+                let known = usize::try_from(handle);
+                let handle =
+                    known.map_err(|_| PyBufferError::new_err(format!("{handle} is not a CUDA stream")))?;
+                stream_of(handle, ordinal).map_err(refuse)?
+            }
         };
-        let ours = current_stream(py, self.view.device())?;
-        let refuse = |error: crate::base::Error| PyBufferError::new_err(error.to_string());
+        let ours = current_stream(py, self.view.device())
+            .map_err(|error| PyBufferError::new_err(error.value(py).to_string()))?;
         gpu.make_stream_wait(&[ours], theirs).map_err(refuse)?;
         self.view.region().users().map_or(Ok(()), |users| users.keep(theirs)).map_err(refuse)
     }
@@ -318,8 +324,8 @@ impl Tensor {
     ///
     /// Args:
     ///     stream: The consumer's CUDA stream, which waits for the work enqueued on the current stream: a
-    ///         handle, 1 or `None` for the legacy default stream, -1 for no synchronization. Ignored in host
-    ///         memory.
+    ///         handle, 1 or `None` for the legacy default stream, -1 for no synchronization. 2, the default stream
+    ///         of the calling thread, raises. Ignored in host memory.
     ///     max_version: The newest DLPack (major, minor) that the caller reads. From (1, 0) on the capsule is
     ///         versioned, otherwise legacy.
     ///     dl_device: The requested device. Only the tensor's own is accepted.

@@ -497,11 +497,11 @@ impl TokenToKvPoolAllocator {
     ///
     /// Args:
     ///     tensor: A tensor that `alloc` returned, or a view of one.
-    ///     stream: A `torch.cuda.Stream` or a stream handle. Defaults to the current stream. It must outlive
-    ///         the allocator. It may be a stream of another GPU, as in `Pool.used_on`.
+    ///     stream: A stream or its handle, as in `Pool.used_on`; it may be one of another GPU. Defaults to the current
+    ///         stream. It must outlive the allocator.
     ///
     /// Raises:
-    ///     ConfigError: If the tensor does not come from this allocator.
+    ///     ConfigError: If the tensor does not come from this allocator, or `stream` is 2.
     ///     DriverError: If the GPU has no such stream.
     #[pyo3(signature = (tensor, stream=None))]
     fn used_on(

@@ -16,7 +16,7 @@ extern "C" fn kvpool_workspace_alloc(size: isize, device: c_int, stream: *mut c_
     let (Ok(bytes), Ok(ordinal)) = (usize::try_from(size), u32::try_from(device)) else {
         return std::ptr::null_mut();
     };
-    // SAFETY: PyTorch keeps its streams for the life of the process.
+    // SAFETY: PyTorch keeps its streams for the life of the process. 2, which is none, is told by `leave`.
     let stream = unsafe { Stream::from_handle(stream.addr(), ordinal) };
     let address = take_segment(bytes, Device::Cuda(ordinal), stream);
     address.map_or(std::ptr::null_mut(), std::ptr::with_exposed_provenance_mut)

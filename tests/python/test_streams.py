@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from kvpool import (
     ReqToTokenPool,
     TokenToKVPoolAllocator,
     Workspace,
+    WorkspaceExhaustedError,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from conftest import RunSnippet
     from software import Driver
@@ -462,6 +464,113 @@ def test_work_is_not_enqueued_on_a_stream_of_another_device(driver: Driver) -> N
         with pytest.raises(ConfigError, match=f"stream {handle:#x} is one of cuda:1; .* on cuda:0"):
             chunk.copy_from(tensor, Named(handle, device_id=1))
     assert chunk.copy_from(tensor, Named(0, device_id=0)).query() is False
+
+
+# Stream objects, and the default stream of threads
+
+
+class OfMethod:
+    """A stream of `cuda.core`."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def __cuda_stream__(self) -> Any:  # noqa: ANN401 - it may be wrong
+        return self.answer
+
+
+class OfProperty(OfMethod):
+    """A stream of a library that has the protocol as a property."""
+
+    @property
+    def __cuda_stream__(self) -> Any:  # noqa: ANN401 - as above
+        return self.answer
+
+
+def takers() -> list[tuple[Callable[..., object], torch.Tensor]]:
+    """The calls that take a stream, with a tensor for each."""
+    allocator, kv = make_allocator(), KVPool(8, 1, 1, 4, "cpu", torch.float32)
+    chunks = ChunkPool(2, (8,), torch.float32)
+    assert chunks.wait_page_locked()
+    chunk, tensor = some(chunks.allocate()), torch.arange(8.0).cuda()
+    return [
+        (allocator.used_on, some(allocator.alloc(2))),
+        (kv.used_on, kv.k_buffer[0]),
+        (chunk.copy_from, tensor),
+        (chunk.copy_to, tensor),
+    ]
+
+
+@pytest.mark.parametrize("form", [OfMethod, OfProperty])
+def test_streams_of_other_libraries_are_taken(driver: Driver, form: type[OfMethod]) -> None:
+    stream, calls = driver.stream(), takers()
+    for call, tensor in calls:
+        call(tensor, form((0, stream)))
+        with pytest.raises(DriverError, match=r"0xbad|INVALID_HANDLE"):
+            call(tensor, form((0, 0xBAD)))
+        with pytest.raises(ConfigError, match="has version 1 of the protocol; kvpool knows version 0"):
+            call(tensor, form((1, stream)))
+        for answer in (stream, (0,), (0, -1), (0, "0"), None):
+            with pytest.raises(TypeError, match=r"__cuda_stream__ of \w+ must give \(version, handle\)"):
+                call(tensor, form(answer))
+    assert driver.pending(stream) > 0
+
+
+def test_memory_waits_for_a_stream_of_another_library(driver: Driver) -> None:
+    host, source, stream = KVPool(8, 1, 1, 4, "cpu", torch.float32), ones(9), driver.stream()
+    driver.run()
+    driver.copy_to_host(host.k_buffer[0], source.expand(9, 1, 4).contiguous(), stream)
+    host.used_on(host.k_buffer[0], OfMethod((0, stream)))
+    assert driver.pending(stream) == 1
+    del host
+    gc.collect()
+    assert driver.pending(stream) == 0
+
+
+def test_the_default_stream_of_a_thread_is_refused(driver: Driver) -> None:
+    text = "stream 2 is the default stream of the calling thread.*; pass a stream that was created"
+    for call, tensor in takers():
+        for stream in (2, OfMethod((0, 2)), Named(2)):
+            with pytest.raises(ConfigError, match=text):
+                call(tensor, stream)
+    allocator = make_allocator()
+    with on_stream(2):
+        for refused in (lambda: allocator.alloc(2), lambda: KVPool(8, 1, 1, 4, "cuda", torch.float32)):
+            with pytest.raises(ConfigError, match=text):
+                refused()
+    assert allocator.available_size() == 64
+    assert driver.pending() == 0
+
+
+def test_the_default_stream_of_a_thread_is_no_consumer(driver: Driver, run_snippet: RunSnippet) -> None:
+    assert driver.calls("cuInit") >= 0
+    code = """
+        import kvpool
+        from kvpool._kvpool import _use_stream
+        slots = kvpool.TokenToKVPoolAllocator(64, "cuda").alloc(4)
+        for stream, current in ((2, None), (0, None), (1, 2)):
+            _use_stream(current)
+            try:
+                slots.__dlpack__(stream=stream, max_version=(1, 1))
+            except BufferError as error:
+                print(type(error).__name__, error)
+    """
+    lines = run_snippet(code, hidden=["torch"]).splitlines()
+    assert ["stream 2 is the default" in line for line in lines] == [True, False, True]
+    assert "pass 1 for the legacy default stream" in lines[1]
+    assert all(line.startswith("BufferError") for line in lines)
+
+
+def test_pytorch_allocates_nothing_on_the_default_stream_of_a_thread(driver: Driver) -> None:
+    library = ctypes.CDLL(kvpool._kvpool.__file__)
+    library.kvpool_workspace_alloc.restype = ctypes.c_void_p
+    library.kvpool_workspace_alloc.argtypes = ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p
+    driver.run()
+    workspace = Workspace("cuda", 1 << 20)
+    with pytest.raises(WorkspaceExhaustedError, match="stream 2 is the default stream"), workspace.use():
+        assert library.kvpool_workspace_alloc(512, 0, 2) is None
+        raise torch.OutOfMemoryError
+    workspace.close()
 
 
 def test_pools_of_the_second_device_leave_the_first_alone(driver: Driver, run_snippet: RunSnippet) -> None:

@@ -55,7 +55,7 @@ pub(crate) fn streams(test: &str) -> Option<[Stream; 2]> {
     // SAFETY: the function has this signature.
     let create: extern "C" fn(i32) -> usize = unsafe { std::mem::transmute(create) };
     // SAFETY: the driver keeps the streams for the life of the process.
-    Some([create(0), create(0)].map(|handle| unsafe { Stream::from_handle(handle, 0) }))
+    Some([create(0), create(0)].map(|handle| unsafe { Stream::from_handle(handle, 0) }.expect("a handle")))
 }
 
 pub(crate) fn cuda(gpu: &Arc<Gpu>) -> Arc<dyn Backend> {

@@ -163,7 +163,7 @@ fn freed_chunk_returns_after_its_copy() {
 /// A stream and one that comes after it. No work is enqueued on them.
 fn stream_and_writer() -> [Stream; 2] {
     // SAFETY: as above.
-    [1, 2].map(|handle| unsafe { Stream::from_handle(handle << 4, 0) })
+    [1, 2].map(|handle| unsafe { Stream::from_handle(handle << 4, 0) }.unwrap())
 }
 
 #[test]

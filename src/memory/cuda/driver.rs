@@ -375,7 +375,7 @@ impl Driver {
         let mut stream = StreamHandle::NONE;
         // SAFETY: the function writes a handle there.
         unsafe { checked!(self, cuStreamCreate(&raw mut stream, NON_BLOCKING)) }?;
-        Ok(stream.stream(ordinal))
+        stream.stream(ordinal)
     }
 
     pub(super) fn create_event(self) -> Result<EventHandle> {

@@ -72,11 +72,8 @@ class Driver:
         finally:
             assert self._library.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
 
-    def copy_to_host(
-        self, target: torch.Tensor, source: torch.Tensor, stream: int, device: int = 0
-    ) -> None:
-        """Enqueues a copy to page-locked memory on a stream of a device, as a program does that is neither PyTorch
-        nor kvpool."""
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor, stream: int, device: int = 0) -> None:
+        """Enqueues a copy to page-locked memory, as a program does that is neither PyTorch nor kvpool."""
         size = ctypes.c_size_t(source.nbytes)
         pointers = ctypes.c_void_p(target.data_ptr()), ctypes.c_uint64(source.data_ptr())
         with self.on_device(device):

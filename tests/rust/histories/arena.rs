@@ -109,12 +109,12 @@ impl Arena {
 
     fn take_segment(&mut self, source: &mut Source<'_>) {
         let bytes = if source.rarely(16) { usize::MAX } else { source.below(3000) };
-        assert_eq!(take_segment(bytes, Device::Cpu, STREAM), None, "the workspace is not entered");
+        assert_eq!(take_segment(bytes, Device::Cpu, Ok(STREAM)), None, "the workspace is not entered");
         self.workspace.enter().expect("of this thread");
-        assert_eq!(take_segment(bytes, Device::Cuda(0), STREAM), None, "of another device");
+        assert_eq!(take_segment(bytes, Device::Cuda(0), Ok(STREAM)), None, "of another device");
         refused(self.workspace.reset(STREAM), ErrorKind::State);
         let place = self.place(bytes);
-        let address = take_segment(bytes, Device::Cpu, STREAM);
+        let address = take_segment(bytes, Device::Cpu, Ok(STREAM));
         let failed = self.workspace.leave().expect("it was entered");
         assert_eq!((address.is_some(), failed.is_none()), (place.is_some(), place.is_some()));
         if let (Some(address), Some(place)) = (address, place) {

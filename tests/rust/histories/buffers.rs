@@ -104,7 +104,7 @@ fn step(source: &mut Source<'_>, pool: &BufferPool, model: &mut Model) {
 
 fn lane(source: &mut Source<'_>) -> Stream {
     // SAFETY: the pool is in host memory, where streams are names only.
-    unsafe { Stream::from_handle(source.below(3), 0) }
+    unsafe { Stream::from_handle(source.below(3) << 4, 0) }.expect("a handle")
 }
 
 fn bytes(source: &mut Source<'_>) -> usize {

@@ -6,6 +6,7 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
 
+use crate::base::Result;
 use crate::memory::Stream;
 
 /// A result code of the driver: any number, including codes newer than every header.
@@ -69,7 +70,7 @@ impl From<Stream> for StreamHandle {
 
 impl StreamHandle {
     /// Returns the stream of a handle that the driver made on device `ordinal`, and that no call destroys.
-    pub(super) const fn stream(self, ordinal: u32) -> Stream {
+    pub(super) fn stream(self, ordinal: u32) -> Result<Stream> {
         // SAFETY: guaranteed by the caller.
         unsafe { Stream::from_handle(self.0, ordinal) }
     }
