@@ -414,6 +414,21 @@ def test_page_locked_memory_waits_for_a_stream_of_another_device(
     assert (driver.pending(), driver.page_locked_bytes()) == (0, before)
 
 
+def test_a_stream_that_is_captured_is_named_without_harm(driver: Driver) -> None:
+    for device in (0, 1):
+        kv, allocator, stream = (
+            KVPool(8, 1, 1, 4, "cpu", torch.float32),
+            make_allocator(),
+            driver.stream(device),
+        )
+        slots = some(allocator.alloc(2))
+        driver.begin_capture(stream)
+        named = Named(stream, device_id=device)
+        kv.used_on(kv.k_buffer[0], named)
+        allocator.used_on(slots, named)
+        assert driver.end_capture(stream) >= 1
+
+
 def test_memory_waits_for_a_device_that_reads_it_from_beside(driver: Driver) -> None:
     pinned = KVPool(64, 1, 1, 8, "cpu", torch.float16)
     for stream in (Named(driver.stream(1), device_id=1), Named(0, device_id=1)):

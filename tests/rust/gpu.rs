@@ -136,6 +136,30 @@ fn missing_wait_is_visible() {
 }
 
 #[test]
+fn work_on_a_stream_of_another_device_is_refused() {
+    let Some((gpu, _alone)) = gpu("work_on_a_stream_of_another_device_is_refused") else { return };
+    let theirs = Stream::default_of(Device::Cuda(1));
+    let [device, host]: [Arc<dyn Backend>; 2] = [cuda(&gpu), Arc::new(PageLockedHost::new(&gpu))];
+    let [device, host] = [device, host].map(|backend| Region::new(backend, 64).expect("memory"));
+    let [to, from] = [&device, &host].map(|region| region.range(0, 64).expect("inside"));
+    let source = device.bytes_at(0, 64).expect("inside");
+    for (answer, call) in [
+        (gpu.fill(to, 1, theirs), "fill"),
+        (gpu.copy_in(to, from, theirs), "copy_in"),
+        (gpu.copy_out(&source, from, theirs), "copy_out"),
+        (gpu.synchronize(theirs), "synchronize"),
+    ] {
+        let refused = answer.expect_err(call);
+        assert_eq!(refused.kind(), ErrorKind::Config, "{call}");
+        let text = "stream 0x0 is one of cuda:1; the work is enqueued on cuda:0";
+        assert_eq!(refused.to_string(), text, "{call}");
+    }
+    for region in [device, host] {
+        assert_eq!(region.users().expect("of a backend").streams(), [], "nothing was enqueued");
+    }
+}
+
+#[test]
 fn a_dropped_grant_on_the_device_frees_its_new_pages() {
     let test = "a_dropped_grant_on_the_device_frees_its_new_pages";
     let Some((gpu, _alone)) = gpu(test) else { return };
