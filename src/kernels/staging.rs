@@ -39,7 +39,7 @@ impl StagingArea {
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
         let half_bytes = bytes / 2 / ALIGNMENT * ALIGNMENT;
-        let memory = Arc::new(Cuda::new(gpu, Stream::DEFAULT));
+        let memory = Arc::new(Cuda::new(gpu, Stream::default_of(gpu.device())));
         let region = Arc::new(Region::with(memory, 2 * half_bytes, Contents::Undefined, Arc::default())?);
         Ok(Self { gpu: Arc::clone(gpu), region, half_bytes, turns: Mutex::default() })
     }
