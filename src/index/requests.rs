@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use crate::base::bounded::narrow;
 use crate::base::{
-    Error, ErrorKind, Id, IndexVec, PADDING, Page, RequestRow, Result, try_reserve, try_with_capacity, widen,
+    Error, ErrorKind, Id, IndexVec, PADDING, Page, RequestRow, Result, try_with_capacity, widen,
 };
 
 use super::{Ledgered, Moment, PageList, RowTable, Run, SlotAllocator};
@@ -603,23 +603,28 @@ impl Requests {
         (keep, keep.max(widen(request.leased)))
     }
 
+    /// Returns the number of pages that a request owns and gives up if its tokens from `len` on are dropped.
+    #[must_use]
+    pub fn own_pages_from(&self, row: RequestRow, len: u32) -> usize {
+        let (_, own) = self.kept(row, len);
+        self.pages(row).len().saturating_sub(own)
+    }
+
     /// Prepares [`Requests::truncate`]. Appends one slot of each page to free that the request owns to `slots`,
-    /// and returns how many.
+    /// which has room for them.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the list.
-    pub fn prepare_truncate(&mut self, row: RequestRow, len: u32, slots: &mut Vec<i32>) -> Result<usize> {
+    /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the list of the pages that stay.
+    pub fn prepare_truncate(&mut self, row: RequestRow, len: u32, slots: &mut Vec<i32>) -> Result<()> {
         let (keep, own) = self.kept(row, len);
         let size = self.page_size.slots();
         let pages = &mut self.request_mut(row).pages;
         pages.prepare_truncate(keep)?;
-        let count = pages.len().saturating_sub(own);
-        try_reserve(slots, count)?;
         // By runs, which are copied without a branch for each page.
         for run in pages.runs(own..pages.len()) {
             slots.extend(run.iter().map(|page| (page.number() * size).cast_signed()));
         }
-        Ok(count)
+        Ok(())
     }
 
     /// Drops the tokens of a request from `len` on. It needs no memory if it was prepared, or if all pages

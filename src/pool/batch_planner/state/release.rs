@@ -102,13 +102,17 @@ impl PlannerState {
 
     /// Lists the slots that requests give up, before any of them does.
     fn prepare_cuts(&mut self, cuts: impl Iterator<Item = (RequestRow, u32)>) -> Result<Cuts> {
-        let (mut requests, mut slots, mut longest) = (try_with_capacity(cuts.size_hint().0)?, Vec::new(), 0);
+        let mut requests = try_with_capacity(cuts.size_hint().0)?;
         for (row, len) in cuts {
-            let count = self.requests.prepare_truncate(row, len, &mut slots)?;
-            longest = longest.max(count);
-            try_push(&mut requests, (row, len, count))?;
+            try_push(&mut requests, (row, len, self.requests.own_pages_from(row, len)))?;
         }
-        Ok(Cuts { requests, slots, room: try_with_capacity(longest)? })
+        let counts = || requests.iter().map(|(.., count)| *count);
+        let mut slots = try_with_capacity(counts().sum())?;
+        let room = try_with_capacity(counts().max().unwrap_or(0))?;
+        for &(row, len, _) in &requests {
+            self.requests.prepare_truncate(row, len, &mut slots)?;
+        }
+        Ok(Cuts { requests, slots, room })
     }
 
     fn give_back(&mut self, pools: Pools<'_>, cuts: Cuts, release: Release<'_>) -> Result<(usize, BadFrees)> {
