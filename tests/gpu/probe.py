@@ -200,6 +200,19 @@ def register(driver: Driver, _: int) -> int:
         return code or driver.call("cuMemHostUnregister", size(start))
 
 
+def copy_pageable(driver: Driver, _: int) -> int:
+    """Copies from pageable memory and back, on a stream that is not captured."""
+    stream = size(driver.stream)
+    with host_memory() as start:
+        sides = size(driver.block), size(start)
+        code = driver.call("cuMemcpyHtoDAsync_v2", *sides, size(HALF), stream)
+        return code or driver.call("cuMemcpyDtoHAsync_v2", *reversed(sides), size(HALF), stream)
+
+
+def copy_pageable_elsewhere(driver: Driver, stream: int) -> object:
+    return elsewhere(driver, lambda: copy_pageable(driver, stream))
+
+
 def load_module(driver: Driver, _: int) -> int:
     return driver.call("cuModuleLoadData", ctypes.byref(size(0)), driver.image)
 
@@ -395,6 +408,18 @@ QUESTIONS = [
     Question(
         "cuMemHostRegister and Unregister, relaxed thread",
         captured(register, thread=RELAXED),
+        (SURVIVES,),
+        MODES,
+    ),
+    Question(
+        "copies of pageable memory by another thread beside a global capture",
+        captured(copy_pageable_elsewhere),
+        OPEN,
+        f"{MODES}; no list says whether these are among the unsafe ones",
+    ),
+    Question(
+        "copies of pageable memory, relaxed thread",
+        captured(copy_pageable, thread=RELAXED),
         (SURVIVES,),
         MODES,
     ),

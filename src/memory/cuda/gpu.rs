@@ -321,7 +321,8 @@ impl Gpu {
         if bytes(source) == 0 {
             return Ok(());
         }
-        let _entered = self.enter_on(stream)?;
+        self.check_own(stream)?;
+        let _entered = self.enter_beside_captures()?;
         let at = |tensor: &BorrowedTensor<'_>| DevicePtr::of(tensor.address().as_ptr());
         // SAFETY: `BorrowedTensor` guarantees the elements of both.
         unsafe { self.driver.copy(at(target), at(source), bytes(source), stream) }
@@ -345,7 +346,8 @@ impl Gpu {
         if to.1.contains(&0) {
             return Ok(());
         }
-        let _entered = self.enter_on(stream)?;
+        self.check_own(stream)?;
+        let _entered = self.enter_beside_captures()?;
         // SAFETY: `BorrowedTensor` guarantees the elements of both.
         unsafe { self.driver.copy_2d(to.0, from.0, to.1, stream) }
     }

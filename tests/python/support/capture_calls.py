@@ -52,6 +52,10 @@ def _begin_group(world: World) -> None:
     world.allocator.free_group_end()
 
 
+def _has_copied(part: slice) -> Callable[[World, object], bool]:
+    return lambda world, _: world.gpu_chunk.tensor().cpu().equal(world.inputs.pageable[part])
+
+
 def _step(world: World) -> int:
     with world.buffers.step() as buffers:
         return buffers.in_use_count
@@ -383,6 +387,15 @@ ENTRIES: dict[str, Entry] = {
     "Chunk.copy_from: on the device": Entry(lambda w: w.gpu_chunk.copy_from(w.inputs.chunk), REFUSES),
     "Chunk.copy_to": Entry(lambda w: w.chunk.copy_to(w.inputs.out_chunk), REFUSES),
     "Chunk.copy_to: on the device": Entry(lambda w: w.gpu_chunk.copy_to(w.inputs.out_chunk), REFUSES),
+    # The driver stages what is pageable, and waits. Every second element is a copy of rows.
+    "Chunk.copy_from: pageable": Entry(
+        lambda w: w.gpu_chunk.copy_from(w.inputs.pageable[:8]), REFUSES, _has_copied(slice(8))
+    ),
+    "Chunk.copy_from: pageable rows": Entry(
+        lambda w: w.gpu_chunk.copy_from(w.inputs.pageable[::2]), REFUSES, _has_copied(slice(None, None, 2))
+    ),
+    "Chunk.copy_to: pageable": Entry(lambda w: w.gpu_chunk.copy_to(w.inputs.out_pageable[:8]), REFUSES),
+    "Chunk.copy_to: pageable rows": Entry(lambda w: w.gpu_chunk.copy_to(w.inputs.out_pageable[::2]), REFUSES),
     "Chunk.with": Entry(lambda w: _with(w.gpu_chunk), WORKS),
     # Files, and host memory.
     # HostTier: copies run on a stream of their own, behind the current one, which must not be captured.

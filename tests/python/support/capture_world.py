@@ -70,6 +70,8 @@ class Inputs:
         self.out = torch.zeros_like(self.k), torch.zeros_like(self.k)
         self.chunk = torch.arange(8, dtype=FLOAT).cuda()
         self.out_chunk = torch.zeros(8, dtype=FLOAT).cuda()
+        self.pageable = torch.arange(16, dtype=FLOAT)
+        self.out_pageable = torch.zeros(16, dtype=FLOAT)
         self.kv_chunk = torch.zeros((LAYERS, 2, 4, HEADS, DIM), dtype=FLOAT).cuda()
         self.weights = torch.zeros(16, dtype=FLOAT).cuda()
 
@@ -203,6 +205,7 @@ class World:
             self.buffer.tensor,
             self.inputs.out_indices,
             self.inputs.out_chunk,
+            self.inputs.out_pageable,
             *self.inputs.out,
         ]
 

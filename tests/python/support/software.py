@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 OUT_OF_MEMORY = 2
+RELAXED = 2
 LAUNCH_FAILED = 719
 NEWER_CODES = (36, 225, 226, 402, 721, 913, 917, 9999)
 """Answers of drivers that no header of CUDA 12.0 knows; the last is no code of any."""
@@ -175,6 +176,21 @@ def memory_of_pytorch() -> Iterator[None]:
         _OF_PYTORCH.pop()
 
 
+@contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Within it, what this thread does may be unsafe while somebody captures.
+
+    Copies stand for kernels here, which are safe, and PyTorch allocates like this in a capture.
+    """
+    mode = ctypes.c_int(RELAXED)
+    exchange = ctypes.CDLL(None).cuThreadExchangeStreamCaptureMode
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
 def _span(tensor: torch.Tensor) -> int:
     """Elements from the first to the last that a tensor reaches."""
     if tensor.numel() == 0:
@@ -234,7 +250,8 @@ class SoftwareTorch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target = torch.device(device) if device is not None else None
         if func.is_view or (not found and (target is None or target.type != "cuda")):
             return func(*args, **kwargs)
-        return _on_host(func, args, kwargs, found, target)
+        with _beside_captures():
+            return _on_host(func, args, kwargs, found, target)
 
 
 def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:  # noqa: ANN401

@@ -88,6 +88,8 @@ impl State {
         check((0..2).all(|at| sides[at].takes(places[at])), INVALID_VALUE)?;
         if places.contains(&Place::Pageable) {
             self.uncaptured(device, stream)?;
+            // The driver stages the bytes, and waits: that is unsafe beside captures of others.
+            self.streams.captures.forbid()?;
         }
         if places[0] == Place::Pageable {
             let is_pageable = places.map(|place| place == Place::Pageable);

@@ -8,8 +8,9 @@
 //! - **Kernels run in no order that anything may rely on**: a seed shuffles blocks and threads. `soft_set_seed`, or
 //!   `KVPOOL_SOFTWARE_SEED` for a whole process, gives the same orders to the same launches again.
 //! - **Captures** are spoilt by what spoils them on a device: by waits of a whole device in every mode, by calls that
-//!   are unsafe as the modes of thread and capture say, by the first launch of a function that is not loaded. Their end
-//!   fails if a stream that joined was not awaited.
+//!   are unsafe as the modes of thread and capture say (copies of pageable memory on any stream are, as the driver waits
+//!   in them), by the first launch of a function that is not loaded. Their end fails if a stream that joined was not
+//!   awaited.
 //! - **Failures** can be planned for any call with any number, also for all calls of a context or of the process, as
 //!   after an error of a kernel or at the end of the process. Calls are counted, memory is limited.
 //!

@@ -132,6 +132,25 @@ fn unsafe_calls_are_forbidden_by_the_modes_of_thread_and_capture() {
 }
 
 #[test]
+fn copies_of_pageable_memory_are_unsafe_beside_captures() {
+    let _fresh = FreshDriver::with_context();
+    let (block, page, [first, other]) = (allocate(8), locked(&[1; 8]), [stream(), stream()]);
+    let host = std::cell::Cell::new([0u8; 8]);
+    let start = host.as_ptr().addr();
+    let copies: [&(dyn Fn() -> i32 + Sync); 2] =
+        [&|| cuMemcpyHtoDAsync_v2(block, start, 8, other), &|| cuMemcpyDtoHAsync_v2(start, block, 8, other)];
+    for copy in copies {
+        ok(cuStreamBeginCapture_v2(first, GLOBAL));
+        assert_eq!(elsewhere(copy), CAPTURE_UNSUPPORTED);
+        assert_eq!(end(first), CAPTURE_INVALIDATED);
+        ok(cuStreamBeginCapture_v2(first, GLOBAL));
+        ok(elsewhere(|| with_mode(RELAXED, copy)));
+        ok(elsewhere(|| cuMemcpyHtoDAsync_v2(block, page, 8, other)));
+        ok(end(first));
+    }
+}
+
+#[test]
 fn a_capture_ends_in_its_thread() {
     let _fresh = FreshDriver::with_context();
     let first = stream();
