@@ -542,8 +542,8 @@ class KVPool(Pool):
 
         Returns:
             Keys `[n, k_head_num, k_head_dim]` and values `[n, v_head_num, v_head_dim]`, contiguous copies;
-            `out` if given. On a GPU, PyTorch allocates them if `out` is omitted; without PyTorch `out` is
-            required.
+            `out` if given. On a GPU, PyTorch allocates them if `out` is omitted, within `torch.cuda.graph`
+            from the memory of the graph; without PyTorch `out` is required.
 
         Raises:
             IndexError: If a slot or the layer is outside of the pool. With indices on a GPU, the row of an

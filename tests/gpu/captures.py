@@ -141,7 +141,7 @@ class Attempt:
         graph = None
         with device.on(stream), self.noting():
             if case == OWN:
-                with device.capturing(stream) as graph:
+                with device.capturing(stream) as graph, device.memory():
                     self.call()
             else:
                 with BESIDE[case](device, other), device.on(stream):

@@ -267,7 +267,12 @@ ENTRIES: dict[str, Entry] = {
         lambda w: w.kv.set_kv_buffer(1, [1, 2, 3], w.inputs.k, w.inputs.v), REFUSES
     ),
     "KVPool.gather_kv": Entry(lambda w: w.kv.gather_kv(0, w.inputs.slots, w.inputs.out), WORKS, _is_gathered),
-    "KVPool.gather_kv: to new memory": Entry(lambda w: w.kv.gather_kv(0, w.inputs.slots), REFUSES),
+    # PyTorch makes the tensors: within its captures of memory that the graph has for itself.
+    "KVPool.gather_kv: to new memory": Entry(
+        lambda w: w.kv.gather_kv(0, w.inputs.slots),
+        WORKS,
+        lambda w, found: found[0].cpu().equal(w.inputs.k.cpu()) and found[1].cpu().equal(w.inputs.v.cpu()),
+    ),
     "KVPool.move_kv": Entry(lambda w: w.kv.move_kv(w.inputs.others, w.inputs.slots), WORKS, _is_moved),
     "KVPool.move_kv: of host values": Entry(lambda w: w.kv.move_kv([11], [1]), REFUSES),
     "KVPool.page_view": Entry(lambda w: w.kv.page_view(0), WORKS),
