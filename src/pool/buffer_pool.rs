@@ -137,7 +137,23 @@ impl BufferPool {
     /// when there is not enough memory; [`ErrorKind::Driver`] when a driver call fails, and for a new buffer
     /// while `stream` is captured. Nothing is handed out.
     pub fn alloc(&self, bytes: usize, stream: Stream) -> Result<Buffer> {
-        self.take(&mut self.state(), bytes, stream)
+        self.with_room(|state| self.take(state, bytes, stream))
+    }
+
+    /// Calls `take`. If there is not enough memory, deallocates the free buffers and calls it again.
+    fn with_room<R>(&self, mut take: impl FnMut(&mut BufferState) -> Result<R>) -> Result<R> {
+        let mut state = self.state();
+        let has_free = state.buckets.free_count() > 0;
+        match take(&mut state) {
+            Err(failure) if failure.kind() == ErrorKind::OutOfMemory && has_free => {
+                let free = state.drain_free();
+                // Their drop waits for the streams that used them, which nobody may do under the lock.
+                drop(state);
+                drop(free);
+                take(&mut self.state())
+            }
+            answer => answer,
+        }
     }
 
     fn take(&self, state: &mut BufferState, bytes: usize, stream: Stream) -> Result<Buffer> {
@@ -161,16 +177,8 @@ impl BufferPool {
 
     fn make(&self, state: &mut BufferState, bucket: Bucket, bytes: usize, stream: Stream) -> Result<Buffer> {
         let backend = Arc::clone(&self.backend);
-        let new =
-            || Region::with(Arc::clone(&backend), bucket.bytes(), Contents::ZerosOn(stream), Arc::default());
-        let region = match new() {
-            Err(failure) if failure.kind() == ErrorKind::OutOfMemory && state.buckets.free_count() > 0 => {
-                state.clear();
-                new()
-            }
-            answer => answer,
-        };
-        let region = Arc::new(region?);
+        let region = Region::with(backend, bucket.bytes(), Contents::ZerosOn(stream), Arc::default())?;
+        let region = Arc::new(region);
         region.record_stream(stream);
         self.users.record(stream);
         let handle = state.buckets.add(bucket, stream);
@@ -188,22 +196,23 @@ impl BufferPool {
     /// See [`BufferPool::alloc`].
     pub fn alloc_batch(&self, sizes: &[usize], stream: Stream) -> Result<Vec<Buffer>> {
         sizes.iter().try_for_each(|&bytes| self.config.rounding.bucket(bytes).map(drop))?;
-        let mut buffers = try_with_capacity(sizes.len())?;
-        let state = &mut *self.state();
-        let marks = state.buckets.marks();
-        for &bytes in sizes {
-            match self.take(state, bytes, stream) {
-                Ok(buffer) => buffers.push(buffer),
-                Err(failure) => {
-                    for buffer in buffers.iter().rev() {
-                        state.buckets.give_back(buffer.handle);
+        self.with_room(|state| {
+            let mut buffers: Vec<Buffer> = try_with_capacity(sizes.len())?;
+            let marks = state.buckets.marks();
+            for &bytes in sizes {
+                match self.take(state, bytes, stream) {
+                    Ok(buffer) => buffers.push(buffer),
+                    Err(failure) => {
+                        for buffer in buffers.iter().rev() {
+                            state.buckets.give_back(buffer.handle);
+                        }
+                        state.buckets.set_marks(marks);
+                        return Err(failure);
                     }
-                    state.buckets.set_marks(marks);
-                    return Err(failure);
                 }
             }
-        }
-        Ok(buffers)
+            Ok(buffers)
+        })
     }
 
     /// Returns the memory of a buffer in use.
@@ -232,7 +241,8 @@ impl BufferPool {
 
     /// Deallocates the memory of free buffers. On a GPU this waits for the streams that used it.
     pub fn clear(&self) {
-        self.state().clear();
+        let free = self.state().drain_free();
+        drop(free);
     }
 
     /// Registers existing memory, which the pool neither owns nor recycles. Returns `false` if it was
@@ -277,6 +287,8 @@ impl BufferPool {
             None => None,
         };
         if is_part && page_lock.is_some() {
+            // The drop of the page lock waits for the pool's streams.
+            drop(state);
             return Err(Error::config(
                 "the tensor is a part of its allocation, and copies of memory that is page-locked in part fail; register a \
                  tensor over all of it",
@@ -299,11 +311,10 @@ impl BufferState {
         })
     }
 
-    /// Works like [`BufferPool::clear`].
-    fn clear(&mut self) {
-        for buffer in self.buckets.drain_free() {
-            self.regions[widen(buffer.number())] = None;
-        }
+    /// Forgets the free buffers, and returns their memory.
+    fn drain_free(&mut self) -> Vec<Arc<Region>> {
+        let free = self.buckets.drain_free();
+        free.into_iter().filter_map(|buffer| self.regions[widen(buffer.number())].take()).collect()
     }
 
     /// Returns the number of bytes of registered memory.

@@ -9,13 +9,15 @@ use std::thread;
 use std::time::Duration;
 
 use kvpool::base::{DType, Device, ErrorKind, close_fork_gate, open_fork_gate};
+use kvpool::index::Rounding;
 use kvpool::kernels::Indices;
 use kvpool::memory::{
     Backend, Contents, CountingBackend, Cuda, Event, Gpu, Host, Keep, LimitedBackend, MappedHost,
     PageLockEvent, PageLockedHost, Region, Ring, Stream,
 };
 use kvpool::pool::{
-    AllocatorConfig, ChunkConfig, ChunkPool, FreedAs, GdnConfig, GdnPool, TokenToKvPoolAllocator,
+    AllocatorConfig, BufferConfig, BufferPool, ChunkConfig, ChunkPool, FreedAs, GdnConfig, GdnPool,
+    TokenToKvPoolAllocator,
 };
 use kvpool::tensor::TensorView;
 
@@ -179,6 +181,30 @@ fn a_dropped_grant_on_the_device_frees_its_new_pages() {
     assert_eq!(allocator.free(&first, stream).expect("live").dropped(), 0);
     assert_eq!(allocator.available_size(), 40);
     allocator.verify().expect("consistent");
+}
+
+/// A wait under a lock ends the test: a debug build checks every wait.
+#[test]
+fn buffers_are_deallocated_without_locks() {
+    let test = "buffers_are_deallocated_without_locks";
+    let Some((gpu, _alone)) = gpu(test) else { return };
+    let Some([stream, _]) = streams(test) else { return };
+    let backend: Arc<dyn Backend> = Arc::new(LimitedBackend::new(cuda(&gpu), 4096));
+    let pool = BufferPool::new(&BufferConfig { rounding: Rounding::Pow2 }, &backend);
+    let free = || {
+        let buffer = pool.alloc(2048, stream).expect("memory");
+        pool.release(buffer.handle()).expect("in use");
+    };
+    free();
+    pool.clear();
+    free();
+    let all = pool.alloc(4096, stream).expect("the memory of the free buffer");
+    pool.release(all.handle()).expect("in use");
+    drop(all);
+    let [first, second] = pool.alloc_batch(&[1024, 2048], stream).expect("memory").try_into().expect("two");
+    assert_eq!([first.region().bytes(), second.region().bytes()], [1024, 2048]);
+    let refused = pool.alloc_batch(&[1024, 4096], stream).err().map(|failure| failure.kind());
+    assert_eq!(refused, Some(ErrorKind::OutOfMemory));
 }
 
 #[test]
