@@ -3317,15 +3317,15 @@ class BufferPool(Pool):
 
         Host memory is page-locked, for copies at full speed, until the pool is dropped, if there is a driver
         and `KVPOOL_NO_RESIDENCY` is not 1. The pool keeps the tensor alive. Registering the same memory again
-        does nothing.
+        does nothing. Whole pages are locked, so a tensor should have its pages for itself, as large ones do.
 
         Args:
             tensor: A contiguous tensor in host memory or on the pool's device.
 
         Raises:
             ConfigError: If the tensor is on another device, is not contiguous, or would be page-locked but
-                covers only a part of its PyTorch storage: the driver cannot copy memory that is page-locked
-                in part.
+                covers only a part of its PyTorch storage, or shares a page with memory that is page-locked
+                already: the driver cannot copy memory that is page-locked in part.
             OutOfMemoryError: If the driver cannot page-lock that much memory in one piece.
             DriverError: If page-locking fails otherwise.
         """

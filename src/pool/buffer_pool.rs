@@ -253,8 +253,8 @@ impl BufferPool {
     /// allocation is not page-locked: the driver cannot copy memory that is page-locked in part.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for memory of another device, for a tensor with gaps, and for a part that would
-    /// be page-locked; [`ErrorKind::OutOfMemory`] when the driver cannot page-lock that much memory,
+    /// [`ErrorKind::Config`] for memory of another device, for a tensor with gaps, for a part that would be
+    /// page-locked, and for memory of which only a part is page-locked already; [`ErrorKind::OutOfMemory`] when the driver cannot page-lock that much memory,
     /// [`ErrorKind::Driver`] when page-locking fails otherwise.
     pub fn register_existing(
         &self,

@@ -40,6 +40,9 @@ MAX_THREADS, NUM_REGS = 0, 4
 # Portable and mapped, of page-locked memory.
 FLAGS = 3
 HALF = 1 << 20
+PAGE = mmap.PAGESIZE
+# CUpointer_attribute.
+MEMORY_TYPE = 2
 
 SURVIVES = "call 0, end 0"
 SPOILS = "call 900, end 901"
@@ -324,6 +327,29 @@ def copy_halves(driver: Driver, registered: int, offset: int, length: int) -> st
     return f"{code}"
 
 
+def share_page(driver: Driver) -> str:
+    """Whether a page is registered as a whole: by a range that names its first half."""
+    with host_memory() as start:
+        first, second = size(start), size(start + PAGE // 2)
+        driver.require_success("cuMemHostRegister_v2", first, size(PAGE // 2), FLAGS)
+        kind = driver.number("cuPointerGetAttribute", MEMORY_TYPE, second)[0]
+        code = driver.call("cuMemHostRegister_v2", second, size(PAGE // 2), FLAGS)
+        for half in (first, second)[: 2 if code == 0 else 1]:
+            driver.require_success("cuMemHostUnregister", half)
+    return f"asked {kind}, registered {code}"
+
+
+def copy_from_page(driver: Driver) -> str:
+    """The code of a copy from the rest of a page that is registered in part, and from the next page."""
+    with host_memory() as start:
+        driver.require_success("cuMemHostRegister_v2", size(start), size(PAGE // 2), FLAGS)
+        sides = size(driver.block), size(start + PAGE // 2)
+        code = driver.call("cuMemcpyHtoDAsync_v2", *sides, size(PAGE), size(driver.stream))
+        driver.require_success("cuStreamSynchronize", size(driver.stream))
+        driver.require_success("cuMemHostUnregister", size(start))
+    return f"{code}"
+
+
 def name(driver: Driver, code: int) -> str:
     found = ctypes.c_char_p(b"untouched")
     answer = driver.call("cuGetErrorName", code, ctypes.byref(found))
@@ -364,6 +390,10 @@ LAZY = (
 )
 REGISTERED = (
     "cuda.h, cuMemcpyAsync and registration: a range is page-locked by one call as a whole, or not at all"
+)
+PAGES = (
+    "cuda.h, cuPointerGetAttribute: an address that is not registered is an invalid value; "
+    "it says nothing of the rest of a page"
 )
 DEFAULT = "cuda.h, cuStreamIsCapturing: the legacy stream answers 906 and spoils nothing; its use does"
 NAMES = "cuda.h, cuGetErrorName: an unknown code is an invalid value and gives a null pointer"
@@ -547,6 +577,13 @@ QUESTIONS = [
         ("1",),
         REGISTERED,
     ),
+    Question(
+        "second half of a page whose first half is registered",
+        share_page,
+        ("asked 0, registered 712", "asked 1, registered 0"),
+        PAGES,
+    ),
+    Question("copy from the rest of a registered page and the next", copy_from_page, ("1", "0"), PAGES),
     Question(
         "name of error 721", partial(name, code=721), ("0, CUDA_ERROR_TENSOR_MEMORY_LEAK", "1, null"), NAMES
     ),

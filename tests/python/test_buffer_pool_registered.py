@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import devices
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from conftest import RunSnippet
     from software import Driver
 
+
+PAGE = mmap.PAGESIZE
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -195,6 +199,37 @@ def test_memory_that_is_locked_already_stays_so(driver: Driver) -> None:
     assert driver.page_locked_bytes() == locked
     kv.k_buffer[0].fill_(3)
     assert kv.k_buffer[0].eq(3).all()
+
+
+def pages(*ends: int) -> list[torch.Tensor]:
+    """Tensors that lie one behind the other, from the beginning of a page on."""
+    memory = np.frombuffer(mmap.mmap(-1, ends[-1]), np.uint8)
+    return [torch.from_numpy(memory[start:end]) for start, end in pairwise((0, *ends))]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_memory_of_which_a_part_is_locked_is_refused(driver: Driver, order: tuple[int, int]) -> None:
+    pool, tensors = make(), pages(PAGE + 1000, 3 * PAGE)
+    first, second = (tensors[at] for at in order)
+    pool.register_existing(first)
+    before = pool.stats(), driver.page_locked_bytes()
+    said = rf"of the {second.nbytes} bytes at 0x\w+ a part is page-locked already: .* a page of {PAGE} bytes"
+    with pytest.raises(ConfigError, match=said):
+        pool.register_existing(second)
+    driver.fail("cuPointerGetAttribute")
+    with pytest.raises(DriverError, match="cuPointerGetAttribute"):
+        pool.register_existing(second)
+    assert (pool.stats(), driver.page_locked_bytes()) == before
+
+
+@pytest.mark.cuda
+def test_memory_in_pages_that_are_locked_already_is_taken(driver: Driver) -> None:
+    pool, tensors = make(), pages(PAGE + 1000, PAGE + 2000)
+    pool.register_existing(tensors[0])
+    locked = driver.page_locked_bytes()
+    pool.register_existing(tensors[1])
+    assert (driver.page_locked_bytes(), pool.stats()["registered_bytes"]) == (locked, PAGE + 2000)
 
 
 STILL_LOCKED: list[torch.Tensor] = []

@@ -11,7 +11,7 @@ mod table;
 #[path = "driver/table_off.rs"]
 mod table;
 
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::ptr;
 
 use crate::base::{Error, ErrorKind, Result};
@@ -19,7 +19,7 @@ use crate::memory::Stream;
 
 use handles::{
     CaptureMode, CaptureStatus, Code, Copy2d, DeviceAttribute, FunctionAttribute, LookupStatus, MemoryType,
-    Side, StreamHandle, Text,
+    PointerAttribute, Side, StreamHandle, Text,
 };
 pub(super) use handles::{ContextHandle, DevicePtr, EventHandle, FunctionHandle, ModuleHandle};
 use table::Table;
@@ -277,6 +277,23 @@ impl Driver {
     pub(super) unsafe fn unregister_host(self, address: *mut u8) -> Result<()> {
         // SAFETY: guaranteed by the caller.
         unsafe { checked!(self, cuMemHostUnregister(address.cast())) }
+    }
+
+    /// Returns whether the byte at `address` is device memory or page-locked.
+    pub(super) fn knows(self, address: *const u8) -> Result<bool> {
+        let mut kind: c_uint = 0;
+        // SAFETY: the function writes a number there, and follows no address.
+        let code = unsafe {
+            self.0.cuPointerGetAttribute(
+                (&raw mut kind).cast(),
+                PointerAttribute::MEMORY_TYPE,
+                DevicePtr::of(address),
+            )
+        };
+        if code == Code::INVALID_VALUE {
+            return Ok(false);
+        }
+        self.check("cuPointerGetAttribute", code).map(|()| true)
     }
 
     /// Enqueues a copy between any two addresses. With pageable memory it is done, or has read its source, on

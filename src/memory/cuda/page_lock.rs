@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use crate::base::{Device, Error, Result};
-use crate::memory::{BorrowedTensor, Keep, StreamSet};
+use crate::memory::{BorrowedTensor, Keep, StreamSet, system_page_size};
 
 use super::Gpu;
+use super::driver::Driver;
 use super::parked::{HostPtr, Resource, retire};
 
 /// A guard that keeps host memory page-locked, so that every device can access it directly.
@@ -20,13 +21,14 @@ pub struct PageLock {
 
 impl PageLock {
     /// Page-locks the memory of a contiguous tensor through `gpu`, in one piece; a copy must not reach beyond
-    /// the piece. Dropping the guard waits for the work of `users`. `None` if all or part of the memory is
-    /// page-locked already, because only the code that page-locked it may undo that.
+    /// the piece. The driver locks whole pages. Dropping the guard waits for the work of `users`. `None` if the
+    /// memory is page-locked already, because only the code that page-locked it may undo that.
     ///
     /// `keep` keeps the memory alive, possibly longer than the guard.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory or a tensor with gaps,
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory, for a tensor with gaps and for
+    /// memory of which only a part is page-locked already, as the driver copies none that is locked in part;
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub fn new(
         gpu: &Arc<Gpu>,
@@ -45,10 +47,26 @@ impl PageLock {
         let address = tensor.address().as_ptr();
         let _entered = gpu.enter_beside_captures()?;
         // SAFETY: `BorrowedTensor` guarantees the memory now, and `keep` until it is unregistered.
-        let is_new = unsafe { gpu.driver().register_host(address, bytes) }?;
+        if !unsafe { gpu.driver().register_host(address, bytes) }? {
+            return check_locked(gpu.driver(), address, bytes).map(|()| None);
+        }
         let (gpu, users) = (Arc::clone(gpu), Arc::clone(users));
-        Ok(is_new.then(|| Self { gpu, address: HostPtr(address), users, keep: Some(keep) }))
+        Ok(Some(Self { gpu, address: HostPtr(address), users, keep: Some(keep) }))
     }
+}
+
+/// Checks that memory of which a part is page-locked is so at both ends: then one piece has all of it, unless
+/// two pieces meet within it.
+fn check_locked(driver: Driver, address: *const u8, bytes: usize) -> Result<()> {
+    if driver.knows(address)? && driver.knows(address.wrapping_add(bytes - 1))? {
+        return Ok(());
+    }
+    Err(Error::config(format!(
+        "of the {bytes} bytes at {address:p} a part is page-locked already: they share a page of {} bytes with other \
+         memory that is, and copies of memory that is page-locked in part fail; register tensors whose memory has \
+         pages of its own",
+        system_page_size()
+    )))
 }
 
 impl Drop for PageLock {

@@ -30,10 +30,10 @@
 //! It is stricter than a device: the default stream waits for no other, nothing waits for it, and memory that queued
 //! work uses must live until it ran, as freeing it waits for nothing (a driver may wait; `cudaFree` does here).
 //! The handle of a destroyed stream is refused, which a device does not promise, and its uses are counted.
-//! Copies of pageable memory cannot be captured. A function is not loaded when it is looked up, as NVIDIA's
-//! programming guide says it is. It is simpler in this: streams of one capture run in the order of the calls, nothing
-//! takes time, kernels run one after another and blocks too, and what a broken context had to do stays until it is
-//! mended.
+//! Memory is registered by whole pages. Copies of pageable memory cannot be captured. A function is not loaded when it
+//! is looked up, as NVIDIA's programming guide says it is. It is simpler in this: streams of one capture run in the order
+//! of the calls, nothing takes time, kernels run one after another and blocks too, and what a broken context had to do
+//! stays until it is mended.
 
 #![allow(non_snake_case, reason = "exported functions have the names that CUDA gives them")]
 

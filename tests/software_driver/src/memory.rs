@@ -1,6 +1,7 @@
 //! Device memory, which the host cannot touch, and page-locked memory, which it can.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use crate::arena::{Arena, PAGE};
 use crate::codes::{ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, OUT_OF_MEMORY, Outcome};
@@ -18,11 +19,11 @@ struct Block {
     device: usize,
 }
 
-/// Page-locked memory that is out.
+/// Page-locked memory that is out. What was registered is locked by whole pages, whatever range was named.
 struct PageLockedBlock {
     len: usize,
-    /// Whether it is the caller's and was registered; else it is ours.
-    is_registered: bool,
+    /// The range that the caller registered; `None` for memory of ours.
+    registered: Option<Range<usize>>,
 }
 
 /// The place where a range of addresses lies.
@@ -92,12 +93,13 @@ impl Memory {
             return Err(OUT_OF_MEMORY);
         }
         let start = self.page_locked_arena.take(len, true).ok_or(OUT_OF_MEMORY)?;
-        self.page_locked.insert(start, PageLockedBlock { len, is_registered: false });
+        self.page_locked.insert(start, PageLockedBlock { len, registered: None });
         Ok(start)
     }
 
     pub fn free_locked(&mut self, start: usize) -> Outcome {
-        let block = self.page_locked.get(&start).filter(|block| !block.is_registered).ok_or(INVALID_VALUE)?;
+        let block =
+            self.page_locked.get(&start).filter(|block| block.registered.is_none()).ok_or(INVALID_VALUE)?;
         Arena::give_back(start, block.len);
         self.gone.insert(start, block.len);
         self.page_locked.remove(&start);
@@ -109,21 +111,23 @@ impl Memory {
         if self.device_arena.has(start) {
             return Err(INVALID_VALUE);
         }
-        if touches(&self.page_locked, start, end) {
+        let (first, last) = (page_of(start), end.checked_next_multiple_of(PAGE).ok_or(INVALID_VALUE)?);
+        if touches(&self.page_locked, first, last) {
             return Err(ALREADY_REGISTERED);
         }
         if len >= self.most_page_locked {
             return Err(OUT_OF_MEMORY);
         }
-        self.page_locked.insert(start, PageLockedBlock { len, is_registered: true });
+        self.page_locked.insert(first, PageLockedBlock { len: last - first, registered: Some(start..end) });
         Ok(())
     }
 
     pub fn unregister(&mut self, start: usize) -> Outcome {
-        if !self.page_locked.get(&start).is_some_and(|block| block.is_registered) {
+        let block = self.page_locked.get(&page_of(start)).and_then(|block| block.registered.as_ref());
+        if block.is_none_or(|range| range.start != start) {
             return Err(NOT_REGISTERED);
         }
-        self.page_locked.remove(&start);
+        self.page_locked.remove(&page_of(start));
         Ok(())
     }
 
@@ -193,10 +197,16 @@ impl Memory {
         self.device.values().map(|block| block.len).sum()
     }
 
-    /// Bytes of page-locked memory that are out, registered ones too.
+    /// Bytes of page-locked memory that are out, registered ones too, as many as were asked for.
     pub fn page_locked_bytes(&self) -> usize {
-        self.page_locked.values().map(|block| block.len).sum()
+        let asked = |block: &PageLockedBlock| block.registered.as_ref().map_or(block.len, Range::len);
+        self.page_locked.values().map(asked).sum()
     }
+}
+
+/// The beginning of the page of an address.
+fn page_of(address: usize) -> usize {
+    address / PAGE * PAGE
 }
 
 /// Whether `start..end` has bytes in common with a block.

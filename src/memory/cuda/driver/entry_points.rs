@@ -55,6 +55,7 @@ macro_rules! entry_points {
             cuModuleGetFunction(function: *mut FunctionHandle, module: ModuleHandle, name: *const c_char);
             cuModuleLoadData(module: *mut ModuleHandle, image: *const c_void);
             cuModuleUnload(module: ModuleHandle);
+            cuPointerGetAttribute(value: *mut c_void, attribute: PointerAttribute, address: DevicePtr);
             cuStreamCreate(stream: *mut StreamHandle, flags: c_uint);
             cuStreamIsCapturing(stream: StreamHandle, status: *mut CaptureStatus);
             cuStreamSynchronize(stream: StreamHandle);

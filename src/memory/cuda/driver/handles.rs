@@ -16,6 +16,7 @@ pub(in crate::memory::cuda) struct Code(pub(in crate::memory::cuda) u32);
 
 impl Code {
     pub(super) const SUCCESS: Self = Self(0);
+    pub(super) const INVALID_VALUE: Self = Self(1);
     pub(super) const OUT_OF_MEMORY: Self = Self(2);
     pub(super) const INVALID_HANDLE: Self = Self(400);
     pub(super) const NOT_READY: Self = Self(600);
@@ -137,6 +138,15 @@ impl DeviceAttribute {
     pub(super) const CAPABILITY_MINOR: Self = Self(76);
     /// `CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`.
     pub(super) const USES_HOST_POINTERS: Self = Self(91);
+}
+
+/// `CUpointer_attribute`.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PointerAttribute(c_uint);
+
+impl PointerAttribute {
+    pub(super) const MEMORY_TYPE: Self = Self(2);
 }
 
 /// `CUmemorytype`.

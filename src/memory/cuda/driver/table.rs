@@ -11,7 +11,7 @@ use cudarc::driver::sys;
 use super::entry_points::entry_points;
 use super::handles::{
     CaptureMode, CaptureStatus, Code, ContextHandle, Copy2d, DeviceAttribute, DevicePtr, EventHandle,
-    FunctionAttribute, FunctionHandle, LookupStatus, ModuleHandle, StreamHandle, Text,
+    FunctionAttribute, FunctionHandle, LookupStatus, ModuleHandle, PointerAttribute, StreamHandle, Text,
 };
 
 const LIBRARY: &CStr = c"libcuda.so.1";
@@ -57,6 +57,7 @@ stands! {
     FunctionHandle => sys::CUfunction;
     LookupStatus => sys::CUdriverProcAddressQueryResult;
     ModuleHandle => sys::CUmodule;
+    PointerAttribute => sys::CUpointer_attribute;
     StreamHandle => sys::CUstream;
     Text => *const c_char;
 }

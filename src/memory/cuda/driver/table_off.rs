@@ -5,7 +5,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use super::entry_points::entry_points;
 use super::handles::{
     CaptureMode, CaptureStatus, Code, ContextHandle, Copy2d, DeviceAttribute, DevicePtr, EventHandle,
-    FunctionAttribute, FunctionHandle, LookupStatus, ModuleHandle, StreamHandle, Text,
+    FunctionAttribute, FunctionHandle, LookupStatus, ModuleHandle, PointerAttribute, StreamHandle, Text,
 };
 
 /// The driver functions. The type has no values.

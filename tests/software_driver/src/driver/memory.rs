@@ -1,8 +1,9 @@
 //! Device memory and page-locked memory.
 
-use std::ffi::c_uint;
+use std::ffi::{c_int, c_uint};
 
-use crate::codes::INVALID_VALUE;
+use crate::codes::{INVALID_VALUE, NOT_SUPPORTED};
+use crate::memory::Place;
 use crate::operations::check;
 
 use super::{host, put, put_new};
@@ -11,6 +12,8 @@ use super::{host, put, put_new};
 const HOST_ALLOC_FLAGS: c_uint = 7;
 /// `CU_MEMHOSTREGISTER_PORTABLE`, `DEVICEMAP`, `IOMEMORY` and `READ_ONLY`.
 const HOST_REGISTER_FLAGS: c_uint = 15;
+/// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`.
+const MEMORY_TYPE: c_int = 2;
 
 super::exports! {
     Context cuMemGetInfo_v2(free: *mut usize, total: *mut usize) |call| {
@@ -31,4 +34,13 @@ super::exports! {
         call.state.register(address, bytes)
     };
     Context cuMemHostUnregister(address: usize) |call| call.state.unregister(address);
+    Context cuPointerGetAttribute(value: *mut c_uint, attribute: c_int, address: u64) |call| {
+        check(attribute == MEMORY_TYPE, NOT_SUPPORTED)?;
+        // `CUmemorytype`.
+        put(value, match call.state.memory.place(host(address), 1) {
+            Place::Locked => 1,
+            Place::Device(_) => 2,
+            Place::Pageable | Place::Nowhere => return Err(INVALID_VALUE),
+        })
+    };
 }

@@ -1,6 +1,8 @@
 use super::kernels::{five, function, launch};
 use super::*;
-use crate::codes::{ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, OUT_OF_MEMORY, Outcome};
+use crate::codes::{
+    ALREADY_REGISTERED, INVALID_VALUE, NOT_REGISTERED, NOT_SUPPORTED, OUT_OF_MEMORY, Outcome,
+};
 
 /// Follows a device address, as no host may.
 fn touch(address: u64) {
@@ -75,6 +77,34 @@ fn page_locked_memory_is_the_drivers_or_registered() {
     ok(cuMemFreeHost(page));
     assert_eq!((cuMemFreeHost(page), cuMemHostUnregister(start)), (INVALID_VALUE, NOT_REGISTERED));
     assert_eq!(soft_page_locked_bytes(), 0);
+}
+
+/// What `cuPointerGetAttribute` says of an address: a code, and 1 for the host or 2 for a device.
+fn memory_type(address: usize) -> (i32, u32) {
+    let mut kind = 0;
+    (cuPointerGetAttribute(&raw mut kind, 2, address as u64), kind)
+}
+
+#[test]
+fn memory_is_registered_by_whole_pages() {
+    const PAGES: usize = 4 * 4096;
+    let _fresh = FreshDriver::with_context();
+    let (mine, block) = (vec![0u8; PAGES], allocate(PAGES));
+    let start = mine.as_ptr().addr().next_multiple_of(4096);
+    ok(cuMemHostRegister_v2(start + 100, 4096, 0));
+    assert_eq!([start, start + 8191].map(memory_type), [(SUCCESS, 1); 2]);
+    assert_eq!(memory_type(start + 8192), (INVALID_VALUE, 0));
+    assert_eq!(memory_type(usize::try_from(block).unwrap_or(0)), (SUCCESS, 2));
+    assert_eq!(cuPointerGetAttribute(&mut 0, 1, start as u64), NOT_SUPPORTED);
+    // Nobody named the rest of the last page, but it is taken.
+    assert_eq!(cuMemHostRegister_v2(start + 5000, 4096, 0), ALREADY_REGISTERED);
+    ok(cuMemHostRegister_v2(start + 8192, 1, 0));
+    ok(cuMemcpyHtoDAsync_v2(block, start, 8192, 0));
+    assert_eq!(cuMemcpyHtoDAsync_v2(block, start, 8193, 0), INVALID_VALUE);
+    ok(cuStreamSynchronize(0));
+    assert_eq!(cuMemHostUnregister(start), NOT_REGISTERED);
+    ok(cuMemHostUnregister(start + 100));
+    ok(cuMemHostUnregister(start + 8192));
 }
 
 /// Gives a block, page-locked memory or registered memory back.
