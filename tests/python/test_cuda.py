@@ -1132,3 +1132,57 @@ def test_kernels_load_from_the_first_image_that_suits(driver: Driver, run_snippe
         assert len(made) == images
         assert all(each.startswith("made") for each in made)
         assert not end
+
+
+@pytest.mark.parametrize(("value", "images"), [("", "cubin"), ("cubin", "cubin"), (" ptx ", "ptx")])
+def test_the_environment_chooses_the_kind_of_image(
+    driver: Driver, run_snippet: RunSnippet, value: str, images: str
+) -> None:
+    driver.run()
+    code = """
+    import ctypes
+    from kvpool import ReqToTokenPool
+
+    table = ReqToTokenPool(4, 4, "cuda")
+    [row] = table.alloc()
+    table.write((row, slice(0, 3)), [5, 6, 7])
+    soft = ctypes.CDLL(None)
+    print(table.req_to_token[row].tolist(), soft.soft_calls(b"load:cubin"), soft.soft_calls(b"load:ptx"))
+    """
+    counts = "3 0" if images == "cubin" else "0 3"
+    said = run_snippet(code, hidden=["torch"], env={"KVPOOL_KERNELS": value})
+    assert said == f"[5, 6, 7, 0] {counts}\n"
+
+
+def test_an_unknown_kind_of_image_is_refused_and_may_be_corrected(
+    driver: Driver, run_snippet: RunSnippet
+) -> None:
+    driver.run()
+    code = """
+    import ctypes, os
+    from kvpool import ConfigError, KVPool
+
+    def make():
+        return KVPool(8, 1, 1, 4, "cuda", "float32")
+
+    def refused(value):
+        os.environ["KVPOOL_KERNELS"] = value
+        try:
+            make()
+        except ConfigError as error:
+            return str(error)
+
+    soft = ctypes.CDLL(None)
+    soft.soft_set_capability(7, 5)
+    assert refused("PTX") == (
+        'KVPOOL_KERNELS is "PTX"; it must be "ptx", "cubin" or empty, for the best that suits'
+    )
+    assert refused("cubin") == (
+        'KVPOOL_KERNELS is "cubin", and there is no machine code for compute capability 7.5, '
+        "only from 8.0 to 12.0"
+    )
+    os.environ["KVPOOL_KERNELS"] = "ptx"
+    make()
+    assert soft.soft_calls(b"load:ptx") == 3
+    """
+    run_snippet(code, hidden=["torch"])

@@ -3,7 +3,35 @@
 
 use std::ffi::CStr;
 
+use crate::base::{Error, Result};
 use crate::memory::{Gpu, Image};
+
+/// The environment variable with the kind of image to load; without it, or if it is empty, the best that
+/// suits.
+const VARIABLE: &str = "KVPOOL_KERNELS";
+
+/// The kinds of images to try.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Wanted {
+    All,
+    Ptx,
+    Cubin,
+}
+
+impl Wanted {
+    /// Returns what [`VARIABLE`] names.
+    fn of_environment() -> Result<Self> {
+        let value = std::env::var_os(VARIABLE).unwrap_or_default();
+        match value.to_string_lossy().trim() {
+            "" => Ok(Self::All),
+            "ptx" => Ok(Self::Ptx),
+            "cubin" => Ok(Self::Cubin),
+            other => Err(Error::config(format!(
+                "{VARIABLE} is {other:?}; it must be \"ptx\", \"cubin\" or empty, for the best that suits"
+            ))),
+        }
+    }
+}
 
 /// A compiled source file of kernels.
 pub(super) struct Compiled {
@@ -53,15 +81,30 @@ fn ptx(text: &'static str) -> Image<'static> {
 }
 
 impl Compiled {
-    /// Returns the images to try on a device, best first.
+    /// Returns the images to try on a device, best first. `KVPOOL_KERNELS` limits them to one kind.
     ///
-    /// The machine code is from CUDA 12.9. A driver that is older, or is set to compile PTX only, uses the
-    /// PTX.
-    pub(super) fn images(&self, gpu: &Gpu) -> Vec<Image<'static>> {
+    /// The machine code is from CUDA 12.9, and an older driver uses the PTX. The driver's own variable
+    /// `CUDA_FORCE_PTX_JIT` has no effect on it, as it has none on images that are not fat binaries.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for another value of the variable, and when
+    /// there is no image of the kind for this device.
+    pub(super) fn images(&self, gpu: &Gpu) -> Result<Vec<Image<'static>>> {
+        let wanted = Wanted::of_environment()?;
         let (major, minor) = gpu.capability();
         let runs = |(of_major, from_minor): (u32, u32)| of_major == major && from_minor <= minor;
         let cubin = self.cubins.iter().find(|(capability, _)| runs(*capability));
+        let cubin = cubin.map(|(_, code)| Image::Cubin(code)).filter(|_| wanted != Wanted::Ptx);
+        if wanted == Wanted::Cubin {
+            return cubin.map(|code| vec![code]).ok_or_else(|| {
+                let [first, .., last] = self.cubins.map(|((major, minor), _)| format!("{major}.{minor}"));
+                Error::config(format!(
+                    "{VARIABLE} is \"cubin\", and there is no machine code for compute capability {major}.{minor}, \
+                     only from {first} to {last}"
+                ))
+            });
+        }
         let newer = ((major, minor) >= (9, 0)).then(|| ptx(self.ptx_90));
-        cubin.map(|(_, code)| Image::Cubin(code)).into_iter().chain(newer).chain([ptx(self.ptx)]).collect()
+        Ok(cubin.into_iter().chain(newer).chain([ptx(self.ptx)]).collect())
     }
 }

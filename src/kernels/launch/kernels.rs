@@ -169,5 +169,5 @@ impl Kernels {
 }
 
 fn load<const N: usize>(gpu: &Gpu, compiled: &Compiled, names: [&CStr; N]) -> Result<[Function; N]> {
-    gpu.load(&compiled.images(gpu), names)
+    gpu.load(&compiled.images(gpu)?, names)
 }

@@ -30,8 +30,9 @@ fn stream_of(state: &mut State, handle: usize) -> Outcome<usize> {
     state.streams.resolve(handle, device)
 }
 
-/// Calls of a function since the last reset (`launch:NAME` for a kernel); of all driver functions for null, but for
-/// `cuDevicePrimaryCtxGetState`, which PyTorch calls when it likes.
+/// Calls of a function since the last reset (`launch:NAME` for a kernel, `load:ptx` and `load:cubin` for images that
+/// were loaded); of all driver functions for null, but for `cuDevicePrimaryCtxGetState`, which PyTorch calls when it
+/// likes.
 #[unsafe(no_mangle)]
 pub extern "C" fn soft_calls(name: *const c_char) -> c_long {
     long(state().ledger.calls(text(name).as_deref()))

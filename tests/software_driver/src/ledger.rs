@@ -22,6 +22,9 @@ pub struct Ledger {
 /// The text that stands before a kernel's name where its launches are counted.
 pub const LAUNCH: &str = "launch:";
 
+/// The text that stands before `ptx` or `cubin` where images that were loaded are counted.
+pub const LOAD: &str = "load:";
+
 /// The beginning of functions of the runtime, which kvpool does not call: those that are counted are counted by their
 /// names only.
 const RUNTIME: &str = "cuda";
@@ -43,8 +46,8 @@ impl Ledger {
         if let Some(name) = name {
             return self.calls.get(name).copied().unwrap_or(0);
         }
-        let is_driver =
-            |name: &str| !name.starts_with(LAUNCH) && !name.starts_with(RUNTIME) && name != BESIDE;
+        let others = [LAUNCH, LOAD, RUNTIME];
+        let is_driver = |name: &str| !others.iter().any(|start| name.starts_with(start)) && name != BESIDE;
         let functions = self.calls.iter().filter(|(name, _)| is_driver(name));
         functions.map(|(_, count)| count).sum()
     }

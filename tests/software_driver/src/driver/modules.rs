@@ -5,6 +5,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use crate::codes::{INVALID_IMAGE, INVALID_VALUE};
 use crate::cubin;
 use crate::kernels::BLOCK;
+use crate::ledger::LOAD;
 use crate::operations::{Launch, check};
 
 use super::{put, text};
@@ -30,6 +31,7 @@ super::exports! {
             // SAFETY: the caller gives an image in full.
             let image = unsafe { cubin::image(image.cast()) }?;
             call.state.modules.load_cubin(handle, call.device, image, capability)?;
+            call.state.ledger.count(&format!("{LOAD}cubin"));
             return put(module, handle);
         }
         // A compiled image begins with other bytes, and does not end with a zero.
@@ -37,6 +39,7 @@ super::exports! {
         let text = text(image).map_err(|_| INVALID_IMAGE)?;
         let version = call.state.config.version;
         call.state.modules.load(handle, call.device, text, version, capability)?;
+        call.state.ledger.count(&format!("{LOAD}ptx"));
         put(module, handle)
     };
     Context cuModuleUnload(module: usize) |call| {
