@@ -1,6 +1,6 @@
 """How long the first pool of a process takes, beside the second: the kernels are loaded for the first.
 
-With `CUDA_CACHE_DISABLE=1` the driver has compiled nothing before.
+With `KVPOOL_KERNELS=ptx` the driver compiles them, with `CUDA_CACHE_DISABLE=1` also if it did so before.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ def main() -> None:
         torch.cuda.synchronize()
     context, first, second = time.perf_counter() - start, seconds(), seconds()
     cache = "disabled" if os.environ.get("CUDA_CACHE_DISABLE") == "1" else "enabled"
+    kernels = os.environ.get("KVPOOL_KERNELS") or "best"
     print(
-        f"PyTorch's context {context:.3f} s, first pool {first:.3f} s, second {second:.3f} s, cache {cache}"
+        f"PyTorch's context {context:.3f} s, first pool {first:.3f} s, second {second:.3f} s, "
+        f"kernels {kernels}, cache {cache}"
     )
-    records.add("first pool", cache=cache, context=context, first=first, second=second)
+    records.add("first pool", kernels=kernels, cache=cache, context=context, first=first, second=second)
 
 
 if __name__ == "__main__":

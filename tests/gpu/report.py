@@ -116,12 +116,21 @@ def captures_section(results: Sequence[Result]) -> list[str]:
 
 
 def first_pool_section(results: Sequence[Result]) -> list[str]:
-    columns = ("cache of kernels", "PyTorch's context, s", "first pool, s", "second pool, s")
+    columns = ("kernels", "cache", "PyTorch's context, s", "first pool, s", "second pool, s")
     rows = [
-        (r["cache"], f"{r['context']:.3f}", f"{r['first']:.4f}", f"{r['second']:.4f}")
+        (r["kernels"], r["cache"], f"{r['context']:.3f}", f"{r['first']:.4f}", f"{r['second']:.4f}")
         for r in records_of(results, "first pool")
     ]
-    return section("The first pool of a process", table(columns, rows, numbers=columns[1:]) if rows else [])
+    return section("The first pool of a process", table(columns, rows, numbers=columns[2:]) if rows else [])
+
+
+def exact_section(results: Sequence[Result]) -> list[str]:
+    """What the kernels of each image wrote otherwise than the same calls in host memory."""
+    lines: list[str] = []
+    for found in records_of(results, "exact"):
+        counts = f"Kernels {found['kernels']}: {len(found['wrong'])} of {found['checks']} results differ."
+        lines += [counts, "", *bullets(found["wrong"])]
+    return section("Bit for bit as in host memory", lines)
 
 
 def tests_section(results: Sequence[Result]) -> list[str]:
@@ -239,6 +248,7 @@ def markdown(results: Sequence[Result], about: Mapping[str, str], tables: Sequen
         probe_section,
         captures_section,
         first_pool_section,
+        exact_section,
         tests_section,
         lambda results: speed_section(results, machine),
         sanitizer_section,

@@ -86,16 +86,21 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
     processes = max(1, min(6, (os.cpu_count() or 1) // 2))
     no_clock, no_kernels = (NO_CLOCK, NO_KERNELS) if is_software else ("", "")
     quick = ("--once", "--little", "--rows", "256", "--tokens", "1,33")
+    few = ("--count", "65536") if is_software else ()
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     steps = [
         Step("environment", "what machine this is", script("environment"), 60, is_vital=True),
         Step("doctor", "what kvpool says of it", (sys.executable, "-m", "kvpool", "doctor"), 30),
         Step(
-            *("first pool, cold", "what compiling the kernels costs", script("first_pool"), 40),
+            *("first pool, cold", "what it costs where nothing was compiled", script("first_pool"), 40),
             env={"CUDA_CACHE_DISABLE": "1"},
         ),
         Step("first pool", "what the first pool costs, compiled before or not", script("first_pool"), 40),
         Step("first pool, warm", "what loading the kernels costs", script("first_pool"), 40),
+        Step(
+            *("first pool, PTX", "what compiling the PTX costs", script("first_pool"), 40),
+            env={"KVPOOL_KERNELS": "ptx", "CUDA_CACHE_DISABLE": "1"},
+        ),
         Step("probe", "whether the driver answers as documented", script("probe"), 40),
         Step(
             *("captures", "that every call works or refuses, and spoils no capture"),
@@ -106,6 +111,11 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
             *(tests(1, "tests/python/test_cuda_torch.py"), 100),
             env=alone,
             excuse=only_missing,
+        ),
+        Step("exact", "that kernels write the bits that the CPU writes", script("exact", *few), 40),
+        Step(
+            *("exact, PTX", "the same of the PTX, which the driver compiles", script("exact", *few), 40),
+            env={"KVPOOL_KERNELS": "ptx"},
         ),
         Step("speed", "time and bytes a second of each kernel", script("speed"), 60, skip=no_clock),
         Step(

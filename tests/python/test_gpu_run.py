@@ -221,8 +221,10 @@ def test_the_report_lists_the_findings(tmp_path: Path) -> None:
             {"kind": "read", "name": "set_kv_buffer", "case": "read", "wrong": 0, "of": 20, "ok": True},
         ],
         "first pool": [
-            {"kind": "first pool", "cache": "disabled", "context": 1, "first": 0.9, "second": 0.001}
+            {"kind": "first pool", "kernels": "ptx", "cache": "disabled"}
+            | {"context": 1, "first": 0.9, "second": 0.001}
         ],
+        "exact": [{"kind": "exact", "kernels": "ptx", "checks": 42, "wrong": ["moved K: 3 of 9 bytes"]}],
         "tests": [
             {"kind": "collected", "count": 5},
             *({"kind": "begins", "name": f"test_{name}"} for name in ("a", "b", "c", "hangs")),
@@ -268,7 +270,9 @@ def test_the_report_lists_the_findings(tmp_path: Path) -> None:
         "- slots read on a second stream by set_kv_buffer: 0 of 20 wrong",
         "| KVPool.check | a known stream's | spoilt | worked |  |",
         "| KVPool.check | refused | **SPOILT**: worked |",
-        "| disabled | 1.000 | 0.9000 | 0.0010 |",
+        "| ptx | disabled | 1.000 | 0.9000 | 0.0010 |",
+        "Kernels ptx: 1 of 42 results differ.",
+        "- moved K: 3 of 9 bytes",
         "| tests | 5 | 1 | 1 | 1 | 2 |",
         "- `test_b`: AssertionError: 1 != 2",
         "- `test_hangs`: it never ended",
