@@ -109,6 +109,9 @@ LEFT_OUT = pytest.StashKey[int]()
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what needs a GPU where there is none, in one line instead of one a test."""
+    unlike = [item.nodeid for item in items if " at 0x" in item.name]
+    if unlike:
+        raise pytest.UsageError(f"names with addresses differ between the processes of `-n`: {unlike}")
     reason = why_no_cuda(config)
     if reason is None:
         return
