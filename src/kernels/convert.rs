@@ -1,9 +1,9 @@
-//! Conversion between float types, element by element, with the results of PyTorch's `Tensor.to`.
+//! Conversion between float types, element by element.
 //!
-//! NaN stays NaN, with any payload. Every value passes through binary32 and is rounded once, to nearest, ties
-//! to even. The 8-bit formats are those of the OCP 8-bit Floating Point Specification (2023): values beyond
-//! `float8_e4m3fn`, which has no infinity, become its largest number; values beyond `float8_e5m2` become
-//! infinity.
+//! Every value passes through binary32 and is rounded once, to nearest, ties to even. The 8-bit formats are
+//! those of the OCP 8-bit Floating Point Specification (2023): values beyond `float8_e4m3fn`, which has no
+//! infinity, become its largest number; values beyond `float8_e5m2` become infinity. A NaN stays one: in an
+//! 8-bit format with its sign and one payload, in others with any.
 
 use half::{bf16, f16};
 

@@ -221,9 +221,15 @@ impl KvPool {
     ///
     /// Negative indices are skipped. For a row listed twice, the last value wins; with indices on a GPU, such
     /// a row may end up with K of one value and V of another, or with words of several values in each. The
-    /// values are read in place, with any strides; do not resize their storage during the call. Values of
-    /// another float dtype are converted like `Tensor.to`, through float32 and rounded to nearest even. Large
-    /// copies on the CPU release the GIL and use several threads.
+    /// values are read in place, with any strides; do not resize their storage during the call. Large copies
+    /// on the CPU release the GIL and use several threads.
+    ///
+    /// Values of another float dtype become float32, are divided by the scale, and are rounded once, to
+    /// nearest, ties to even: the numbers of `(x.float() / scale).to(dtype)` in PyTorch, if `scale` is a
+    /// tensor. (On a GPU PyTorch multiplies with the reciprocal of a Python number, which is rounded.) Values
+    /// beyond float8_e4m3fn, infinities too, become its largest number, 448 or -448; in older versions of
+    /// PyTorch they become NaN. A NaN stays one. In an 8-bit float it is 0x7f or 0xff, by its sign, which a
+    /// float64 may lose; PyTorch's on a GPU may have other bits.
     ///
     /// Args:
     ///     layer_id: Index of the layer.

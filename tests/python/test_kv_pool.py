@@ -545,8 +545,28 @@ def test_scales_divide_before_the_conversion(
     pool = make(tokens, 1, 1, 64, dtype=dtype)
     pool.set_kv_buffer(0, torch.arange(1, tokens + 1), k, k, k_scale=k_scale, v_scale=v_scale)
     for buffer, scale in ((pool.k_buffer[0], k_scale), (pool.v_buffer[0], v_scale)):
-        scaled = k.float() / (1.0 if scale is None else scale)
-        assert_same(buffer[1 : tokens + 1], converted(scaled, dtype))
+        # By a number PyTorch divides on a GPU as it multiplies with the reciprocal, which is rounded.
+        divisor = torch.full_like(k, 1.0 if scale is None else scale, dtype=torch.float32)
+        assert_same(buffer[1 : tokens + 1], converted(k.float() / divisor, dtype))
+
+
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16, *FP8])
+@pytest.mark.parametrize("scale", [None, 0.37])
+def test_a_nan_keeps_its_sign_and_nothing_else(
+    dtype: torch.dtype, source: torch.dtype, scale: float | None
+) -> None:
+    if dtype == source:
+        return
+    values = every_value(source)
+    nans = values[values.float().isnan()]
+    signs = nans.view(torch.uint8).view(len(nans), -1)[:, -1] & 0x80
+    k = rows_of(nans, 64)
+    pool = make(len(k), 1, 1, 64, dtype=dtype)
+    pool.set_kv_buffer(0, torch.arange(1, len(k) + 1), k, k, k_scale=scale, v_scale=scale)
+    found = pool.k_buffer[0][1 : len(k) + 1].cpu().view(torch.uint8).flatten()[: len(nans)]
+    assert set((signs | 0x7F).tolist()) == {0x7F, 0xFF}
+    assert torch.equal(found, signs | 0x7F)
 
 
 @pytest.mark.parametrize(
