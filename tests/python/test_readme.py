@@ -100,6 +100,8 @@ def test_examples_run_as_printed(page: Path, tmp_path: Path, run_snippet: RunSni
     run_blocks(run_snippet, page, {"python"}, tmp_path)
 
 
+HIDES_PYTORCH = 'sys.modules["torch"] = None'
+
 # As much of JAX as the pages use: it has capsules, and arrays that kvpool reads.
 JAX = """
 import sys, types
@@ -132,7 +134,24 @@ def test_examples_run_on_a_gpu(
 ) -> None:
     if request.config.getoption("--software"):
         pytest.skip("it needs PyTorch's kernels")
-    run_blocks(run_snippet, page, {"python", "python gpu"}, tmp_path)
+    # Where the others go without PyTorch, those for a GPU begin anew.
+    others = set() if HIDES_PYTORCH in text_of(page) else {"python"}
+    run_blocks(run_snippet, page, {*others, "python gpu"}, tmp_path)
+
+
+def test_examples_for_a_gpu_import_what_they_name() -> None:
+    page = ROOT / "docs" / "frameworks.md"
+    assert HIDES_PYTORCH in text_of(page)
+    [code] = [source for kind, _, source in fences(page) if kind == "python gpu"]
+    tree = ast.parse(code)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+    known = {(name.asname or name.name).partition(".")[0] for node in imports for name in node.names}
+    names = [
+        node.value.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    ]
+    assert {"kvpool", "torch", "triton", "tl"} <= {*names} & known
 
 
 @each_page
