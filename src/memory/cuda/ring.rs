@@ -360,7 +360,7 @@ impl Ring {
     }
 
     fn find_room(&self, pieces: &Allocations, bytes: usize) -> Option<Range<usize>> {
-        let bytes = bytes.max(1).next_multiple_of(PIECE_ALIGNMENT);
+        let bytes = bytes.max(1).checked_next_multiple_of(PIECE_ALIGNMENT)?;
         let fits =
             |start: usize, end: usize| (bytes <= end.checked_sub(start)?).then(|| start..start + bytes);
         let Some(oldest) = pieces.used.front().map(|piece| piece.range.start) else {
