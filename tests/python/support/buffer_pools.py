@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 from typing import TYPE_CHECKING
 
 import devices
+import numpy as np
 import torch
 
 from kvpool import Buffer, BufferPool
@@ -55,5 +57,6 @@ def free(pool: BufferPool) -> tuple[int, int]:
 
 
 def outside(size: int = 1000) -> torch.Tensor:
-    """Host memory that was allocated outside of the pool."""
-    return torch.arange(size, dtype=torch.int32)
+    """Host memory that was allocated outside of the pool, in pages of its own."""
+    memory = np.frombuffer(mmap.mmap(-1, 4 * size), np.int32)
+    return torch.from_numpy(memory).copy_(torch.arange(size, dtype=torch.int32))
