@@ -40,12 +40,14 @@ MAX_THREADS, NUM_REGS = 0, 4
 # Portable and mapped, of page-locked memory.
 FLAGS = 3
 HALF = 1 << 20
+MUCH = 1 << 30
 PAGE = mmap.PAGESIZE
 # CUpointer_attribute.
 MEMORY_TYPE = 2
 
 SURVIVES = "call 0, end 0"
 SPOILS = "call 900, end 901"
+ISOLATED = "call 905, end 901"
 
 
 class NoDriverError(Exception):
@@ -253,9 +255,24 @@ def fork(driver: Driver, *, is_joined: bool) -> str:
     return captured(work)(driver)
 
 
-def await_outside(driver: Driver, stream: int) -> int:
-    """A captured stream awaits what was recorded on one that is not captured."""
+def await_done(driver: Driver, stream: int) -> int:
+    """A captured stream awaits an event of one that is not captured, and has done all before it."""
     return driver.call("cuStreamWaitEvent", size(stream), size(driver.event), 0)
+
+
+def await_work(driver: Driver) -> str:
+    """The same with work before the event that takes milliseconds, and is not awaited by anybody."""
+    block, event = (
+        size(driver.make("cuMemAlloc_v2", size(MUCH))),
+        size(driver.make("cuEventCreate", NO_TIMING)),
+    )
+    for _ in range(10):
+        driver.require_success("cuMemsetD8Async", block, 0, size(MUCH), size(driver.stream))
+    driver.require_success("cuEventRecord", event, size(driver.stream))
+    answer = captured(lambda _, stream: driver.call("cuStreamWaitEvent", size(stream), event, 0))(driver)
+    driver.require_success("cuStreamSynchronize", size(driver.stream))
+    driver.require_success("cuMemFree_v2", block)
+    return answer
 
 
 def end_elsewhere(driver: Driver, stream: int) -> object:
@@ -397,6 +414,7 @@ PAGES = (
 )
 DEFAULT = "cuda.h, cuStreamIsCapturing: the legacy stream answers 906 and spoils nothing; its use does"
 NAMES = "cuda.h, cuGetErrorName: an unknown code is an invalid value and gives a null pointer"
+ISOLATION = "cuda.h, CUDA_ERROR_STREAM_CAPTURE_ISOLATION: a dependency that crosses the boundary of a capture"
 OPEN = (SURVIVES, SPOILS)
 
 QUESTIONS = [
@@ -503,16 +521,23 @@ QUESTIONS = [
         "Programming Guide, cross-stream dependencies: streams that joined have to be joined back",
     ),
     Question(
-        "event of a stream that is not captured, awaited by one that is",
-        captured(await_outside),
-        ("call 905, end 901",),
-        "cuda.h, CUDA_ERROR_STREAM_CAPTURE_ISOLATION: a dependency that crosses the boundary of a capture",
+        "event of a stream that is not captured and is done, awaited by one that is",
+        captured(await_done),
+        (SURVIVES, ISOLATED),
+        f"{ISOLATION}; where nothing is left to wait for, there need not be one",
+    ),
+    Question(
+        "event of a stream that is not captured and is at work, awaited by one that is",
+        await_work,
+        (ISOLATED, SURVIVES),
+        f"{ISOLATION}; a device may be done before the call",
     ),
     Question(
         "end of a capture in another thread",
         captured(end_elsewhere),
-        ("call 908, end 0",),
-        "cuda.h, cuStreamEndCapture: the same thread, unless the capture is relaxed",
+        ("call 908, end 401", "call 908, end 0"),
+        "cuda.h, cuStreamEndCapture: the same thread, unless the capture is relaxed; it does not say whether "
+        "the capture is over afterwards",
     ),
     Question(
         "default streams 0, 1 and 2 asked beside a blocking capture",

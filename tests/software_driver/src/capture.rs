@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::codes::{
     CAPTURE_INVALIDATED, CAPTURE_MERGE, CAPTURE_UNJOINED, CAPTURE_UNMATCHED, CAPTURE_UNSUPPORTED,
-    CAPTURE_WRONG_THREAD, INVALID_VALUE, Outcome,
+    CAPTURE_WRONG_THREAD, ILLEGAL_STATE, INVALID_VALUE, Outcome,
 };
 use crate::threads::{self, Mode};
 use crate::work::Work;
@@ -168,18 +168,20 @@ impl Captures {
         Ok(())
     }
 
-    /// Ends the capture of a stream. It must have begun there, and is over even when it was spoilt.
+    /// Ends the capture of a stream. It must have begun there, and is over even when it was spoilt, or another thread
+    /// began it.
     pub fn end(&mut self, stream: usize, capture: Option<usize>) -> Outcome<usize> {
-        let capture = capture.ok_or(INVALID_VALUE)?;
-        let held = self.active.get(&capture).ok_or(INVALID_VALUE)?;
+        let capture = capture.ok_or(ILLEGAL_STATE)?;
+        let held = self.active.get(&capture).ok_or(ILLEGAL_STATE)?;
         if held.origin != stream {
             self.invalidate(capture);
             return Err(CAPTURE_UNMATCHED);
         }
-        if held.mode != Mode::Relaxed && held.owner != threads::number() {
+        let is_others = held.mode != Mode::Relaxed && held.owner != threads::number();
+        let ended = self.active.remove(&capture).ok_or(ILLEGAL_STATE)?;
+        if is_others {
             return Err(CAPTURE_WRONG_THREAD);
         }
-        let ended = self.active.remove(&capture).ok_or(INVALID_VALUE)?;
         if !ended.is_valid {
             return Err(CAPTURE_INVALIDATED);
         }

@@ -3,6 +3,9 @@
 /// `CUresult`, and with the same numbers `cudaError_t`.
 pub type Code = i32;
 
+/// What no call answers: that it has done nothing, and has to wait until the gate of a stream opens.
+pub const BLOCKED: Code = -1;
+
 /// The result of a call, or why it fails.
 pub type Outcome<T = ()> = Result<T, Code>;
 
@@ -44,6 +47,8 @@ codes! {
         c"Invalid access of peer GPU memory over nvlink or a hardware error";
     INVALID_HANDLE = 400, c"CUDA_ERROR_INVALID_HANDLE", c"cudaErrorInvalidResourceHandle",
         c"invalid resource handle";
+    ILLEGAL_STATE = 401, c"CUDA_ERROR_ILLEGAL_STATE", c"cudaErrorIllegalState",
+        c"the operation cannot be performed in the present state";
     LOSSY_QUERY = 402, c"CUDA_ERROR_LOSSY_QUERY", c"cudaErrorLossyQuery",
         c"attempted introspection would be semantically lossy";
     NOT_FOUND = 500, c"CUDA_ERROR_NOT_FOUND", c"cudaErrorSymbolNotFound", c"named symbol not found";

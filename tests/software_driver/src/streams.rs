@@ -211,9 +211,12 @@ impl Streams {
         Ok(Position { stream: id, number: self.enqueue(id, Item::Mark)? })
     }
 
-    /// Lets later work of a stream come after a place in another.
+    /// Lets later work of a stream come after a place in another, if that is not reached yet.
     pub fn order(&mut self, id: usize, after: Position) -> Outcome {
         if let Some(capture) = self.capture_of(id) {
+            if self.is_reached(after) {
+                return Ok(());
+            }
             self.captures.invalidate(capture);
             return Err(CAPTURE_ISOLATION);
         }

@@ -1,6 +1,7 @@
 use super::*;
 use crate::codes::{
-    CAPTURE_IMPLICIT, CAPTURE_INVALIDATED, CAPTURE_UNJOINED, CAPTURE_UNSUPPORTED, INVALID_VALUE,
+    CAPTURE_IMPLICIT, CAPTURE_INVALIDATED, CAPTURE_ISOLATION, CAPTURE_UNJOINED, CAPTURE_UNSUPPORTED,
+    CAPTURE_WRONG_THREAD, ILLEGAL_STATE, INVALID_VALUE,
 };
 
 const GLOBAL: i32 = 0;
@@ -33,7 +34,7 @@ fn a_graph_does_again_what_was_captured() {
         assert_eq!(peek(block), [value; 2]);
     }
     assert_eq!(soft_replay(graph + 1, other), INVALID_VALUE);
-    assert_eq!(i64::from(INVALID_VALUE), -soft_end_capture(first));
+    assert_eq!(i64::from(ILLEGAL_STATE), -soft_end_capture(first));
     assert_eq!(soft_begin_capture(0), CAPTURE_UNSUPPORTED);
 }
 
@@ -156,6 +157,26 @@ fn a_capture_ends_in_its_thread() {
     let first = stream();
     ok(cuStreamBeginCapture_v2(first, RELAXED));
     ok(elsewhere(|| end(first)));
+    ok(cuStreamBeginCapture_v2(first, GLOBAL));
+    assert_eq!(elsewhere(|| end(first)), CAPTURE_WRONG_THREAD);
+    assert_eq!((status(first), end(first)), (0, ILLEGAL_STATE));
+}
+
+#[test]
+fn only_work_that_is_left_is_outside_of_a_capture() {
+    let _fresh = FreshDriver::with_context();
+    let (block, [first, other], done) = (allocate(1), [stream(), stream()], event());
+    for is_done in [true, false] {
+        ok(cuMemsetD8Async(block, 1, 1, other));
+        ok(cuEventRecord(done, other));
+        if is_done {
+            ok(cuStreamSynchronize(other));
+        }
+        ok(cuStreamBeginCapture_v2(first, GLOBAL));
+        let code = if is_done { SUCCESS } else { CAPTURE_ISOLATION };
+        assert_eq!(cuStreamWaitEvent(first, done, 0), code);
+        assert_eq!(end(first), if is_done { SUCCESS } else { CAPTURE_INVALIDATED });
+    }
 }
 
 #[test]
