@@ -91,6 +91,27 @@ pub extern "C" fn soft_set_register_limit(bytes: c_long) {
     state().memory.most_page_locked = bytes.try_into().unwrap_or(0);
 }
 
+/// Sets the copies, fills and launches that a stream takes before a call waits, as one of a device does for room in its
+/// queue; 0 for any number, as at first.
+#[unsafe(no_mangle)]
+pub extern "C" fn soft_set_queue(most: c_long) {
+    state().config.most_queued = usize::try_from(most).ok().filter(|most| *most > 0);
+}
+
+/// Enqueues work of the host on a stream, which is over when [`soft_open_gates`] says so. Whoever has to wait for it with
+/// the lock of Python's interpreter ends the process, since the work could need that lock.
+#[unsafe(no_mangle)]
+pub extern "C" fn soft_close_gate(stream: usize) -> c_int {
+    let state = &mut *state();
+    code(stream_of(state, stream).and_then(|id| state.streams.close_gate(id)))
+}
+
+/// Ends the work of the host on all streams.
+#[unsafe(no_mangle)]
+pub extern "C" fn soft_open_gates() {
+    state().open_gates();
+}
+
 /// Decides in which order blocks and threads of the launches from now on run; 0 for the last first, at first 1. The
 /// same seed before the same launches gives the same orders.
 #[unsafe(no_mangle)]

@@ -58,6 +58,7 @@ impl State {
             return Ok(());
         }
         check(matches!(self.memory.place(target, len), Place::Device(_) | Place::Locked), INVALID_VALUE)?;
+        self.make_room(id)?;
         self.streams.push(id, Work::Fill { target, value, len })
     }
 
@@ -91,7 +92,9 @@ impl State {
             // The driver stages the bytes, and waits: that is unsafe beside captures of others.
             self.streams.captures.forbid()?;
         }
+        self.make_room(id)?;
         if places[0] == Place::Pageable {
+            self.wait_for(self.streams.end(id))?;
             let is_pageable = places.map(|place| place == Place::Pageable);
             self.streams.push(id, Work::Copy { rows, is_pageable })?;
             self.run(self.streams.end(id));

@@ -11,6 +11,8 @@
 //!   are unsafe as the modes of thread and capture say (copies of pageable memory on any stream are, as the driver waits
 //!   in them), by the first launch of a function that is not loaded. Their end fails if a stream that joined was not
 //!   awaited.
+//! - **Work of the host** is a gate: a stream stays there until the test opens it, as calls do that wait for it, or for room
+//!   in a queue that the test has made short. Whoever waits with the lock of Python's interpreter ends the process.
 //! - **Failures** can be planned for any call with any number, also for all calls of a context or of the process, as
 //!   after an error of a kernel or at the end of the process. Calls are counted, memory is limited.
 //!

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::capture::Status;
 use crate::codes::{
-    CAPTURE_IMPLICIT, CAPTURE_UNSUPPORTED, CAPTURED_EVENT, Code, DEINITIALIZED, INVALID_CONTEXT,
+    BLOCKED, CAPTURE_IMPLICIT, CAPTURE_UNSUPPORTED, CAPTURED_EVENT, Code, DEINITIALIZED, INVALID_CONTEXT,
     INVALID_HANDLE, INVALID_VALUE, NOT_READY, Outcome,
 };
 use crate::events::Recorded;
@@ -45,6 +45,22 @@ impl State {
         self.streams.run(until, &mut executor);
         drop(executor);
         self.streams.sweep();
+    }
+
+    /// Runs what lies before a place; it is reached afterwards.
+    pub fn wait_for(&mut self, until: Position) -> Outcome {
+        self.run(until);
+        check(self.streams.is_reached(until), BLOCKED)
+    }
+
+    /// Lets a stream have room for one more item of work.
+    pub fn make_room(&mut self, id: usize) -> Outcome {
+        if let Some(most) = self.config.most_queued
+            && self.streams.pending(Some(id)) >= most
+        {
+            self.wait_for(self.streams.end(id))?;
+        }
+        Ok(())
     }
 
     /// Runs all that is enqueued, on one device or on all.
@@ -90,17 +106,20 @@ impl State {
 
     fn before_free(&mut self, waits: bool) -> Outcome {
         self.streams.captures.forbid()?;
-        if waits || self.config.frees_wait {
-            self.run_all(None);
-        }
-        Ok(())
+        if waits || self.config.frees_wait { self.wait_for_all(None) } else { Ok(()) }
     }
 
     pub fn synchronize(&mut self, device: usize) -> Outcome {
         self.streams.forbid_on(device)?;
         self.streams.captures.forbid()?;
-        self.run_all(Some(device));
-        Ok(())
+        self.wait_for_all(Some(device))
+    }
+
+    /// Runs all that is enqueued; nothing is left afterwards.
+    fn wait_for_all(&mut self, device: Option<usize>) -> Outcome {
+        self.run_all(device);
+        let ends = self.streams.ends(device);
+        check(ends.into_iter().all(|end| self.streams.is_reached(end)), BLOCKED)
     }
 
     pub fn create_stream(&mut self, device: usize, flags: u32) -> Outcome<usize> {
@@ -132,8 +151,7 @@ impl State {
 
     pub fn synchronize_stream(&mut self, device: usize, stream: usize) -> Outcome {
         let id = self.uncaptured(device, stream)?;
-        self.run(self.streams.end(id));
-        Ok(())
+        self.wait_for(self.streams.end(id))
     }
 
     /// Fails with [`NOT_READY`] until a stream is done; asked often enough, it runs.
@@ -157,7 +175,7 @@ impl State {
     fn wait_if_patient(&mut self, until: Position, asked: u64) -> Outcome {
         check(self.config.patience > 0 && asked >= self.config.patience, NOT_READY)?;
         self.run(until);
-        Ok(())
+        check(self.streams.is_reached(until), NOT_READY)
     }
 
     pub fn create_event(&mut self, device: usize) -> usize {
@@ -214,10 +232,10 @@ impl State {
     }
 
     pub fn synchronize_event(&mut self, event: usize) -> Outcome {
-        if let Some(position) = self.place_of_event(event)? {
-            self.run(position);
+        match self.place_of_event(event)? {
+            Some(position) => self.wait_for(position),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Lets later work of a stream come after an event as it is recorded now.
@@ -291,6 +309,7 @@ impl State {
             self.uncaptured(device, stream)?;
             self.load_function(launch.function)?;
         }
+        self.make_room(id)?;
         self.ledger.count(&format!("{LAUNCH}{}", function.kernel.name()));
         self.streams.push(id, Work::Launch { kernel: function.kernel, params, grid: [x, y] })
     }

@@ -1,9 +1,11 @@
 //! Everything the driver knows, under one lock.
 
 use std::collections::BTreeMap;
+use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, Once, OnceLock, PoisonError};
 
+use crate::arena::fatal;
 use crate::codes::{Code, SUCCESS};
 use crate::contexts::Primaries;
 use crate::events::Events;
@@ -27,6 +29,8 @@ pub struct Config {
     pub uses_host_pointers: bool,
     /// Whether freeing memory waits for everything, as a driver may do.
     pub frees_wait: bool,
+    /// The copies, fills and launches that a stream takes before a call waits; `None` for any number.
+    pub most_queued: Option<usize>,
     /// Functions are loaded when they are first needed.
     pub is_lazy: bool,
     pub stream_handles: StreamHandles,
@@ -64,6 +68,7 @@ impl Config {
             capability: (9, 0),
             uses_host_pointers: true,
             frees_wait: number("KVPOOL_SOFTWARE_FREE_WAITS") == Some(1),
+            most_queued: None,
             is_lazy: std::env::var("CUDA_MODULE_LOADING").map_or(true, |mode| mode != "EAGER"),
             stream_handles: match std::env::var("KVPOOL_SOFTWARE_STREAMS") {
                 Ok(mode) if mode == "reused" => StreamHandles::Reused,
@@ -106,8 +111,15 @@ impl State {
         self.config = Config::new();
         self.memory.restore_limits();
         self.broken.clear();
+        self.open_gates();
         self.ledger.forget_plans();
         kernels::set_seed(seed());
+    }
+
+    /// Opens all gates of streams, for calls that wait for one, too.
+    pub fn open_gates(&mut self) {
+        self.streams.open_gates();
+        OPENED.notify_all();
     }
 
     /// A handle that no other object has or had, but for those of streams that are used again.
@@ -121,6 +133,27 @@ impl State {
 pub fn state() -> MutexGuard<'static, State> {
     static STATE: OnceLock<Mutex<State>> = OnceLock::new();
     STATE.get_or_init(|| Mutex::new(State::new())).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Signalled when gates of streams open.
+static OPENED: Condvar = Condvar::new();
+
+/// Waits until gates open. Ends the process if the thread has the lock of Python's interpreter: what a gate stands for
+/// may need it.
+pub fn wait_for_gates(state: MutexGuard<'static, State>) -> MutexGuard<'static, State> {
+    if holds_interpreter() {
+        fatal("a call waits for work of the host, and has the interpreter's lock, which that work may need");
+    }
+    OPENED.wait(state).unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether this thread holds the lock of Python's interpreter, if there is one in the process.
+fn holds_interpreter() -> bool {
+    // SAFETY: the name ends with a zero.
+    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"PyGILState_Check".as_ptr()) };
+    // SAFETY: the function of this name takes nothing and returns a C int.
+    let check = unsafe { std::mem::transmute::<*mut c_void, Option<extern "C" fn() -> c_int>>(found) };
+    check.is_some_and(|check| check() == 1)
 }
 
 /// Whether the driver goes down, as it does at the end of a process.

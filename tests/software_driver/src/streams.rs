@@ -23,6 +23,8 @@ enum Item {
     Work(Work),
     /// A place that an event names.
     Mark,
+    /// Work of the host, over when a test says so.
+    Gate,
     /// Comes after an item of another stream.
     Wait {
         stream: usize,
@@ -66,6 +68,8 @@ pub struct Streams {
     gone: BTreeSet<usize>,
     /// The number of calls that were given one of them.
     pub uses_of_gone: u64,
+    /// Gates are open up to this number.
+    open_until: u64,
     pub captures: Captures,
 }
 
@@ -237,21 +241,38 @@ impl Streams {
         stream.queries
     }
 
-    /// Runs a stream up to a place, and what it waits for.
+    /// Closes a stream for what is enqueued from now on, until [`Streams::open_gates`].
+    pub fn close_gate(&mut self, id: usize) -> Outcome {
+        self.enqueue(id, Item::Gate).map(|_| ())
+    }
+
+    /// Opens all gates that there are.
+    pub fn open_gates(&mut self) {
+        self.open_until = self.last;
+    }
+
+    /// Runs a stream up to a place, and what it waits for; no further than to a gate.
     pub fn run(&mut self, until: Position, executor: &mut Executor) {
-        while let Some(stream) = self.all.get_mut(&until.stream) {
-            match stream.queue.front() {
-                Some((number, _)) if *number <= until.number => (),
-                _ => return,
-            }
-            let Some((number, item)) = stream.queue.pop_front() else { return };
+        while let Some((number, item)) = self.all.get(&until.stream).and_then(|stream| stream.queue.front())
+            && *number <= until.number
+        {
+            let number = *number;
             match item {
-                Item::Work(work) => executor.execute(&work),
+                Item::Work(work) => executor.execute(work),
                 Item::Mark => (),
+                Item::Gate if number <= self.open_until => (),
+                Item::Gate => return,
                 // No deeper than there are streams: what a stream waits for was enqueued before it waited.
-                Item::Wait { stream, number } => self.run(Position { stream, number }, executor),
+                &Item::Wait { stream, number } => {
+                    let after = Position { stream, number };
+                    self.run(after, executor);
+                    if !self.is_reached(after) {
+                        return;
+                    }
+                }
             }
             if let Some(stream) = self.all.get_mut(&until.stream) {
+                stream.queue.pop_front();
                 stream.ran = number;
             }
         }

@@ -16,10 +16,12 @@ pub use {copies::*, devices::*, lookup::*, memory::*, modules::*, streams::*};
 
 use std::ffi::{c_char, c_int};
 
-use crate::codes::{Code, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_INITIALIZED, Outcome, SUCCESS};
+use crate::codes::{
+    BLOCKED, Code, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_INITIALIZED, Outcome, SUCCESS,
+};
 use crate::contexts;
 use crate::operations::{check, check_up};
-use crate::state::{State, is_forked, state};
+use crate::state::{State, is_forked, state, wait_for_gates};
 
 /// The state that a function needs before it does anything.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -38,17 +40,24 @@ struct Call<'a> {
     device: usize,
 }
 
-/// Counts a call, lets it fail if that was planned or something is missing, else does `work`.
-fn call(name: &str, needs: Needs, work: impl FnOnce(Call) -> Outcome) -> Code {
+/// Counts a call, lets it fail if that was planned or something is missing, else does `work`, again after a gate that
+/// was in its way.
+fn call(name: &str, needs: Needs, work: impl Fn(Call) -> Outcome) -> Code {
     if needs != Needs::Nothing && is_forked() {
         return NOT_INITIALIZED;
     }
-    let state = &mut *state();
-    if let Some(code) = state.ledger.call(name) {
+    let mut guard = state();
+    if let Some(code) = guard.ledger.call(name) {
         return code;
     }
-    let ready = if needs == Needs::Nothing { Ok(0) } else { ready(state, needs) };
-    ready.and_then(|device| work(Call { state, device })).err().unwrap_or(SUCCESS)
+    loop {
+        let state = &mut *guard;
+        let ready = if needs == Needs::Nothing { Ok(0) } else { ready(state, needs) };
+        match ready.and_then(|device| work(Call { state, device })) {
+            Err(BLOCKED) => guard = wait_for_gates(guard),
+            outcome => return outcome.err().unwrap_or(SUCCESS),
+        }
+    }
 }
 
 /// The device on which a function works that needs something.

@@ -12,10 +12,10 @@ mod streams;
 
 use std::cell::Cell;
 
-use crate::codes::{Code, NO_DEVICE, NOT_INITIALIZED, Outcome, SUCCESS};
+use crate::codes::{BLOCKED, Code, NO_DEVICE, NOT_INITIALIZED, Outcome, SUCCESS};
 use crate::contexts;
 use crate::operations::{check, check_up};
-use crate::state::{State, go_down_at_exit, is_forked, state, watch_for_forks};
+use crate::state::{State, go_down_at_exit, is_forked, state, wait_for_gates, watch_for_forks};
 
 thread_local! {
     /// The answer of `cudaGetLastError`.
@@ -46,13 +46,18 @@ fn told(code: Code) -> Code {
     code
 }
 
-fn call(needs: Needs, work: impl FnOnce(Call) -> Outcome) -> Code {
+fn call(needs: Needs, work: impl Fn(Call) -> Outcome) -> Code {
     if needs != Needs::Nothing && is_forked() {
         return told(NOT_INITIALIZED);
     }
-    let state = &mut *state();
-    let ready = ready(state, needs);
-    told(ready.and_then(|device| work(Call { state, device })).err().unwrap_or(SUCCESS))
+    let mut guard = state();
+    loop {
+        let state = &mut *guard;
+        match ready(state, needs).and_then(|device| work(Call { state, device })) {
+            Err(BLOCKED) => guard = wait_for_gates(guard),
+            outcome => return told(outcome.err().unwrap_or(SUCCESS)),
+        }
+    }
 }
 
 /// The device on which a function works: that of the current context, or the first.

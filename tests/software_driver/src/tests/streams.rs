@@ -141,3 +141,73 @@ fn handles_are_used_again_if_asked_for() {
     ok(cuStreamDestroy_v2(gone));
     assert_ne!(stream(), gone);
 }
+
+/// Opens the gates after a while, in another thread, while `work` waits for it.
+fn while_gates_open<T>(work: impl FnOnce() -> T) -> T {
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            soft_open_gates();
+        });
+        work()
+    })
+}
+
+#[test]
+fn what_lies_behind_a_gate_waits_for_it() {
+    let _fresh = FreshDriver::with_context();
+    let (block, [first, other], done) = (allocate(2), [stream(), stream()], event());
+    ok(cuMemsetD8Async(block, 1, 1, first));
+    ok(soft_close_gate(first));
+    ok(cuMemsetD8Async(block, 2, 1, first));
+    ok(cuEventRecord(done, first));
+    ok(cuStreamWaitEvent(other, done, 0));
+    ok(cuMemsetD8Async(block + 1, 3, 1, other));
+    soft_run_all();
+    assert_eq!((peek(block), soft_pending(first), soft_pending(other)), ([1, 0xA5], 1, 1));
+    for _ in 0..9 {
+        assert_eq!(cuEventQuery(done), NOT_READY);
+    }
+    while_gates_open(|| ok(cuStreamSynchronize(other)));
+    assert_eq!(peek(block), [2, 3]);
+    let waits: [&dyn Fn() -> i32; 4] = [
+        &|| cuEventSynchronize(done),
+        &|| cuCtxSynchronize(),
+        &|| cuMemcpyDtoHAsync_v2([0u8; 1].as_mut_ptr().addr(), block, 1, first),
+        &|| cuStreamSynchronize(first),
+    ];
+    for wait in waits {
+        ok(soft_close_gate(first));
+        ok(cuEventRecord(done, first));
+        while_gates_open(|| ok(wait()));
+        assert_eq!(cuEventQuery(done), SUCCESS);
+    }
+}
+
+#[test]
+fn a_full_queue_lets_calls_wait() {
+    let _fresh = FreshDriver::with_context();
+    let (block, page, first) = (allocate(8), locked(&[7]), stream());
+    let launched = kernels::function();
+    let calls: [&dyn Fn() -> i32; 3] = [
+        &|| kernels::launch(launched, 1, 256, &kernels::five(block), first),
+        &|| cuMemsetD8Async(block, 1, 1, first),
+        &|| cuMemcpyHtoDAsync_v2(block, page, 1, first),
+    ];
+    soft_set_queue(3);
+    for call in calls {
+        ok(soft_close_gate(first));
+        for _ in 0..3 {
+            ok(call());
+        }
+        assert_eq!(soft_pending(first), 3);
+        while_gates_open(|| ok(call()));
+        assert_eq!(soft_pending(first), 1);
+        ok(cuStreamSynchronize(first));
+    }
+    // Without a gate it becomes shorter.
+    for _ in 0..9 {
+        ok(cuMemsetD8Async(block, 1, 1, first));
+    }
+    assert_eq!(soft_pending(first), 3);
+}
