@@ -3,12 +3,12 @@
 //! A binding installs the hook once, for example to release the lock of its interpreter. Without one,
 //! [`run_blocking`] calls the closure directly.
 
-use std::cell::Cell;
 use std::sync::OnceLock;
 use std::time::Duration;
 
 use super::Result;
-use super::lock_order::assert_none_held;
+use super::held::assert_none_held;
+use super::own_thread::is_own_thread;
 
 /// Runs a section that may block its thread, for example with the lock of an interpreter released.
 pub type Section = fn(section: &mut (dyn FnMut() + Send));
@@ -23,27 +23,12 @@ static SECTION: OnceLock<Section> = OnceLock::new();
 
 static INTERRUPT_CHECK: OnceLock<InterruptCheck> = OnceLock::new();
 
-thread_local! {
-    static IS_OURS: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Marks this thread as a thread of kvpool, on which no interpreter runs: its [`run_blocking`] sections need
-/// no hook.
-pub fn mark_own_thread() {
-    IS_OURS.set(true);
-}
-
-/// Returns whether [`mark_own_thread`] was called on this thread.
-pub(super) fn is_own_thread() -> bool {
-    IS_OURS.get()
-}
-
 /// Checks, in a debug build, that this thread may wait: it is a thread of kvpool, or holds no lock of a pool.
 ///
 /// # Panics
 /// If it may not wait.
 pub(crate) fn assert_may_wait() {
-    if !IS_OURS.get() {
+    if !is_own_thread() {
         assert_none_held();
     }
 }
@@ -69,7 +54,7 @@ pub fn wait_interruptibly(wait: impl Fn(Duration) -> Result<bool> + Send + Sync)
     // Under loom no wait ends by itself: time would change the orders that it repeats.
     const SLICE: Duration = if cfg!(loom) { Duration::MAX } else { Duration::from_millis(50) };
     while !run_blocking(|| wait(SLICE))? {
-        INTERRUPT_CHECK.get().filter(|_| !IS_OURS.get()).map_or(Ok(()), |check| check())?;
+        INTERRUPT_CHECK.get().filter(|_| !is_own_thread()).map_or(Ok(()), |check| check())?;
     }
     Ok(())
 }
@@ -84,7 +69,7 @@ pub fn wait_interruptibly(wait: impl Fn(Duration) -> Result<bool> + Send + Sync)
 /// assert_eq!(run_blocking(move || receiver.recv()), Ok(7));
 /// ```
 pub fn run_blocking<T: Send>(wait: impl FnOnce() -> T + Send) -> T {
-    if IS_OURS.get() {
+    if is_own_thread() {
         return wait();
     }
     assert_may_wait();

@@ -2,10 +2,10 @@
 
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
-use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
-use super::blocking::is_own_thread;
-use super::lock_order::assert_none_held;
+use super::held::assert_none_held;
+use super::own_thread::is_own_thread;
 
 static GATE: RwLock<()> = RwLock::new(());
 
@@ -42,6 +42,23 @@ impl ForkGate {
             let entered = GATE.read().unwrap_or_else(PoisonError::into_inner);
             ENTERED.set(Some(entered));
         }
+        Self::count()
+    }
+
+    /// Enters the gate, unless the process is being forked. The caller may hold locks.
+    pub(super) fn try_enter() -> Option<Self> {
+        if ENTRIES.get() == 0 && CLOSED.with_borrow(Option::is_none) {
+            let entered = match GATE.try_read() {
+                Ok(entered) => entered,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => return None,
+            };
+            ENTERED.set(Some(entered));
+        }
+        Some(Self::count())
+    }
+
+    fn count() -> Self {
         ENTRIES.set(ENTRIES.get() + 1);
         Self { of_this_thread: PhantomData }
     }
@@ -94,6 +111,7 @@ mod tests {
         let entered = ForkGate::enter();
         let (sender, other) = channel();
         let waiting = spawn(move || {
+            assert!(ForkGate::try_enter().is_none());
             let entered = ForkGate::enter();
             sender.send(()).expect("the test waits");
             drop(entered);
@@ -101,8 +119,18 @@ mod tests {
         assert!(other.recv_timeout(Duration::from_millis(20)).is_err(), "it waits");
         drop(entered);
         drop(ForkGate::enter());
+        drop(ForkGate::try_enter().expect("the thread that closed it"));
         open_fork_gate();
         other.recv_timeout(Duration::from_secs(60)).expect("the gate is open");
         waiting.join().expect("no panic");
+        let entered = ForkGate::try_enter().expect("the gate is open");
+        let closing = spawn(|| {
+            close_fork_gate();
+            open_fork_gate();
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(!closing.is_finished(), "it waits");
+        drop(entered);
+        closing.join().expect("no panic");
     }
 }

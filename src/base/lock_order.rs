@@ -1,7 +1,8 @@
 //! The order of the locks of pools. Debug builds check it.
 //!
-//! A thread that holds a lock takes only locks that come later, and waits for no device, no other thread and
-//! no interpreter. So no two threads can each hold what the other one waits for. The locks of the layers below
+//! A thread that holds a lock takes only locks that come later, and waits for no device and no other thread,
+//! but for room in a device's queue of work and for the interpreter, with which nobody waits for a lock. So no
+//! two threads can each hold what the other one waits for. The locks of the layers below
 //! the pools come last, because these layers call no pool; some have a rank, and those of executors, events and
 //! rings have none.
 
@@ -9,78 +10,11 @@ use std::ops::{Deref, DerefMut};
 use std::sync::PoisonError;
 use std::time::Duration;
 
+use super::held::Held;
+pub(crate) use super::held::LockRank;
+#[cfg(not(loom))]
+use super::sync::lock;
 use super::sync::{Condvar, Mutex, MutexGuard};
-
-/// The locks of pools, in the order in which a thread takes them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum LockRank {
-    /// The list of those that can free slots for an allocator that is short.
-    Reclaimers,
-    /// The reference by which threads of a store reach a prefix cache.
-    CacheRef,
-    /// A lease of a prefix.
-    Lease,
-    /// The tree of a prefix cache, and all that it has below it.
-    Cache,
-    /// What came of a load from the tier below.
-    LoadArrival,
-    /// Whether a load has arrived.
-    LoadOutcome,
-    /// The slots of an allocator.
-    Allocator,
-    /// The requests of a planner.
-    Planner,
-    /// A request table.
-    Table,
-    /// The pages of a page pool.
-    PagePool,
-    /// The buffers of a buffer pool.
-    BufferPool,
-    /// The track slots of the states.
-    TrackSlots,
-    /// The copies that may still use track slots.
-    TrackCopies,
-    /// The model whose pages a tier has.
-    TierModel,
-    /// The page-locking of a tier.
-    TierPageLocking,
-    /// Pieces of a tier on their way from a store.
-    TierPieces,
-    /// Pieces of a tier that wait until a store can take them.
-    WaitingPieces,
-    /// The pages of a tier.
-    TierPages,
-    /// The states of a tier.
-    TierStates,
-    /// The chunks of a chunk pool.
-    ChunkPool,
-    /// The counters of a tier.
-    TierCounts,
-    /// The failures of a tier that were not reported yet.
-    TierNotes,
-    /// The progress of a fetch from a store.
-    Fetch,
-    /// The threads of a file store.
-    StoreWorkers,
-    /// The file of a file store.
-    StoreDisk,
-    /// The queues of a store.
-    Store,
-    /// The progress of a call of a store.
-    StoreTransfer,
-    /// The slots of a stage.
-    Stage,
-    /// The mirror of a request table.
-    TableMirror,
-    /// Whether a workspace is open.
-    Workspace,
-    /// The arena of a workspace.
-    Arena,
-    /// The jobs of a background thread.
-    JobQueue,
-    /// The progress of copies on a thread.
-    CopySteps,
-}
 
 /// A mutex with a place in the order of locks. It ignores poisoning: see [`lock`](super::sync::lock).
 #[derive(Debug)]
@@ -94,11 +28,15 @@ impl<T> RankedMutex<T> {
         Self { rank, mutex: Mutex::new(value) }
     }
 
-    /// Waits for the lock.
+    /// Waits for the lock, without that of the interpreter.
     #[inline]
     pub(crate) fn lock(&self) -> RankedGuard<'_, T> {
         let held = Held::new(self.rank);
-        RankedGuard { guard: self.mutex.lock().unwrap_or_else(PoisonError::into_inner), held }
+        #[cfg(not(loom))]
+        let guard = lock(&self.mutex);
+        #[cfg(loom)]
+        let guard = self.mutex.lock().unwrap_or_else(PoisonError::into_inner);
+        RankedGuard { guard, held }
     }
 
     /// Returns the value, which no other thread can reach.
@@ -153,89 +91,10 @@ impl<T> DerefMut for RankedGuard<'_, T> {
     }
 }
 
-use check::Held;
-pub(crate) use check::assert_none_held;
-
-#[cfg(all(debug_assertions, not(loom)))]
-mod check {
-    use std::cell::RefCell;
-    use std::marker::PhantomData;
-
-    use super::LockRank;
-
-    thread_local! {
-        /// The locks that this thread holds, in the order in which it took them.
-        static HELD: RefCell<Vec<LockRank>> = const { RefCell::new(Vec::new()) };
-    }
-
-    /// A lock that this thread holds.
-    #[derive(Debug)]
-    pub(super) struct Held {
-        rank: LockRank,
-        of_this_thread: PhantomData<*const ()>,
-    }
-
-    impl Held {
-        /// Records a lock of this thread.
-        ///
-        /// # Panics
-        /// If the thread holds a lock that comes later, or one of the same rank.
-        pub(super) fn new(rank: LockRank) -> Self {
-            HELD.with_borrow_mut(|held| {
-                let highest = held.iter().max();
-                assert!(
-                    highest.is_none_or(|highest| *highest < rank),
-                    "{rank:?} is locked while {held:?} are"
-                );
-                held.push(rank);
-            });
-            Self { rank, of_this_thread: PhantomData }
-        }
-    }
-
-    impl Drop for Held {
-        fn drop(&mut self) {
-            // A thread that ends may drop guards after its record.
-            let _ = HELD.try_with(|held| {
-                let mut held = held.borrow_mut();
-                if let Some(last) = held.iter().rposition(|rank| *rank == self.rank) {
-                    held.remove(last);
-                }
-            });
-        }
-    }
-
-    /// Checks that this thread holds no lock of a pool.
-    ///
-    /// # Panics
-    /// If it holds one.
-    pub(crate) fn assert_none_held() {
-        HELD.with_borrow(|held| assert!(held.is_empty(), "a thread waits while {held:?} are locked"));
-    }
-}
-
-#[cfg(not(all(debug_assertions, not(loom))))]
-mod check {
-    use super::LockRank;
-
-    /// Nothing: only debug builds record locks.
-    #[derive(Debug)]
-    pub(super) struct Held;
-
-    impl Held {
-        #[inline]
-        pub(super) const fn new(_: LockRank) -> Self {
-            Self
-        }
-    }
-
-    /// Does nothing: only debug builds record locks.
-    #[inline]
-    pub(crate) const fn assert_none_held() {}
-}
-
 #[cfg(all(test, debug_assertions, not(loom)))]
 mod tests {
+    use crate::base::held::assert_none_held;
+
     use super::*;
 
     /// Returns whether `work` panics.

@@ -11,18 +11,21 @@ mod epoch;
 mod error;
 mod fallible;
 mod fork_gate;
+mod held;
 mod ids;
+mod interpreter;
 mod large;
 mod life;
 pub(crate) mod lock_order;
+mod own_thread;
 mod prefetch;
 mod shape;
 pub(crate) mod sync;
 
 pub(crate) use blocking::assert_may_wait;
 pub use blocking::{
-    InterruptCheck, LONG_COPY, Section, mark_own_thread, run_blocking, set_blocking_hook,
-    set_interrupt_check, wait_interruptibly,
+    InterruptCheck, LONG_COPY, Section, run_blocking, set_blocking_hook, set_interrupt_check,
+    wait_interruptibly,
 };
 pub use device::Device;
 pub use dtype::{DType, IndexDType};
@@ -38,7 +41,10 @@ pub use ids::{
     BlockId, BufferId, ChunkId, EngineSlot, Id, IndexNumber, IndexVec, OffloadSlot, PADDING, Page, PoolPage,
     RequestRow, Slot, StateSlot, widen,
 };
+pub(crate) use interpreter::unlock_interpreter;
+pub use interpreter::{InterpreterLock, set_interpreter_lock};
 pub use large::{set_large_table_hook, table_of};
 pub use life::{Life, LifeMark, LifeMarks};
+pub use own_thread::mark_own_thread;
 pub use prefetch::prefetch;
 pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};

@@ -1,9 +1,10 @@
 //! The extension module `kvpool._kvpool`: converts arguments, delegates to [`crate::pool`], maps errors.
 //!
-//! Classes are frozen and lock their mutable state. The GIL is held for bookkeeping and for enqueueing work,
-//! which take microseconds. It is released for longer operations: constructors, copies in host memory of 64
-//! KiB and more, and waits for a device or another thread ([`run_blocking`](crate::base::run_blocking)). No lock is
-//! held while Python code runs or while waiting for the GIL, so locks and GIL cannot deadlock.
+//! Classes are frozen and lock their mutable state. The GIL is held for bookkeeping, which takes microseconds.
+//! It is released for longer operations: constructors, copies in host memory of 64 KiB and more, and waits for
+//! a device or another thread ([`run_blocking`](crate::base::run_blocking)); also for each call of the driver
+//! that enqueues work, as it waits while the queue is full, and for work before it that may need the GIL. Nobody
+//! waits for a lock with the GIL, and no lock is held while Python code runs, so locks and GIL cannot deadlock.
 
 #![expect(
     clippy::doc_markdown,
@@ -29,6 +30,7 @@ mod file_store;
 mod footprint;
 mod framework;
 mod gdn_pool;
+mod gil;
 mod host_tier;
 mod ints;
 mod kv_pool;
@@ -75,11 +77,6 @@ fn copying<R: Send>(
 ) -> PyResult<R> {
     let is_long = device == Device::Cpu && bytes >= LONG_COPY;
     Ok(if is_long { py.detach(work) } else { work() }?)
-}
-
-/// Runs a blocking section without the GIL.
-fn without_gil(section: &mut (dyn FnMut() + Send)) {
-    Python::attach(|py| py.detach(section));
 }
 
 /// Keeps threads of the crate from holding locks while the process is forked. A child would wait for them
@@ -190,8 +187,11 @@ mod _kvpool {
     use pyo3::prelude::*;
     use pyo3::types::IntoPyDict;
 
-    use super::{check_signals, without_gil};
-    use crate::base::{DType, ErrorKind, set_blocking_hook, set_interrupt_check, set_large_table_hook};
+    use super::check_signals;
+    use super::gil::{GIL, without_gil};
+    use crate::base::{
+        DType, ErrorKind, set_blocking_hook, set_interpreter_lock, set_interrupt_check, set_large_table_hook,
+    };
     use crate::memory::prefer_huge_pages;
 
     #[pymodule_export]
@@ -252,6 +252,7 @@ mod _kvpool {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         set_blocking_hook(without_gil);
+        set_interpreter_lock(GIL);
         set_interrupt_check(check_signals);
         set_large_table_hook(prefer_huge_pages);
         super::tensor::serve_buffers(module.py())?;

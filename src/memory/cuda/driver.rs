@@ -14,7 +14,7 @@ mod table;
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::ptr;
 
-use crate::base::{Error, ErrorKind, Result};
+use crate::base::{Error, ErrorKind, Result, unlock_interpreter};
 use crate::memory::Stream;
 
 use handles::{
@@ -86,6 +86,17 @@ macro_rules! checked {
     };
 }
 
+/// Works like `checked`, for a function that may wait: for the device, or for room in its queue of work. The
+/// lock of an interpreter is released meanwhile, which the work before may need.
+macro_rules! waiting {
+    ($driver:expr, $name:ident($($argument:expr),*)) => {{
+        let unlocked = unlock_interpreter();
+        let code = $driver.0.$name($($argument),*);
+        drop(unlocked);
+        $driver.check(stringify!($name), code)
+    }};
+}
+
 impl Driver {
     /// Opens the driver.
     ///
@@ -144,7 +155,7 @@ impl Driver {
         let device = self.device(ordinal)?;
         let mut context = ContextHandle::NONE;
         // SAFETY: the function writes a handle there; `device` is one of the driver's.
-        unsafe { checked!(self, cuDevicePrimaryCtxRetain(&raw mut context, device)) }?;
+        unsafe { waiting!(self, cuDevicePrimaryCtxRetain(&raw mut context, device)) }?;
         Ok(context)
     }
 
@@ -215,8 +226,10 @@ impl Driver {
     /// Allocates device memory, or returns `None` when there is not enough.
     pub(super) fn allocate(self, bytes: usize) -> Result<Option<DevicePtr>> {
         let mut address = DevicePtr::of(ptr::null());
+        let unlocked = unlock_interpreter();
         // SAFETY: the function writes an address there.
         let code = unsafe { self.0.cuMemAlloc_v2(&raw mut address, bytes) };
+        drop(unlocked);
         if code == Code::OUT_OF_MEMORY {
             return Ok(None);
         }
@@ -228,15 +241,17 @@ impl Driver {
     /// The address came from [`Driver::allocate`], is freed once, and no enqueued work uses its memory.
     pub(super) unsafe fn free(self, address: DevicePtr) -> Result<()> {
         // SAFETY: guaranteed by the caller.
-        unsafe { checked!(self, cuMemFree_v2(address)) }
+        unsafe { waiting!(self, cuMemFree_v2(address)) }
     }
 
     /// Allocates page-locked host memory for every context and kernel, or returns `None` when there is not
     /// enough.
     pub(super) fn allocate_host(self, bytes: usize) -> Result<Option<*mut u8>> {
         let mut address: *mut c_void = ptr::null_mut();
+        let unlocked = unlock_interpreter();
         // SAFETY: the function writes an address there.
         let code = unsafe { self.0.cuMemHostAlloc(&raw mut address, bytes, PORTABLE_AND_MAPPED) };
+        drop(unlocked);
         if code == Code::OUT_OF_MEMORY {
             return Ok(None);
         }
@@ -248,7 +263,7 @@ impl Driver {
     /// The address came from [`Driver::allocate_host`], is freed once, and no enqueued work uses its memory.
     pub(super) unsafe fn free_host(self, address: *mut u8) -> Result<()> {
         // SAFETY: guaranteed by the caller.
-        unsafe { checked!(self, cuMemFreeHost(address.cast())) }
+        unsafe { waiting!(self, cuMemFreeHost(address.cast())) }
     }
 
     /// Page-locks host memory for every context. Returns `false` if part of it is page-locked already.
@@ -256,8 +271,10 @@ impl Driver {
     /// # Safety
     /// `bytes` bytes are mapped at `address` until [`Driver::unregister_host`].
     pub(super) unsafe fn register_host(self, address: *mut u8, bytes: usize) -> Result<bool> {
+        let unlocked = unlock_interpreter();
         // SAFETY: guaranteed by the caller.
         let code = unsafe { self.0.cuMemHostRegister_v2(address.cast(), bytes, PORTABLE_AND_MAPPED) };
+        drop(unlocked);
         if code == Code::ALREADY_REGISTERED {
             return Ok(false);
         }
@@ -276,7 +293,7 @@ impl Driver {
     /// uses its memory as page-locked.
     pub(super) unsafe fn unregister_host(self, address: *mut u8) -> Result<()> {
         // SAFETY: guaranteed by the caller.
-        unsafe { checked!(self, cuMemHostUnregister(address.cast())) }
+        unsafe { waiting!(self, cuMemHostUnregister(address.cast())) }
     }
 
     /// Returns whether the byte at `address` is device memory or page-locked.
@@ -309,7 +326,7 @@ impl Driver {
         stream: Stream,
     ) -> Result<()> {
         // SAFETY: guaranteed by the caller; streams are alive, as `Stream` requires.
-        unsafe { checked!(self, cuMemcpyAsync(target, source, bytes, stream.into())) }
+        unsafe { waiting!(self, cuMemcpyAsync(target, source, bytes, stream.into())) }
     }
 
     /// Works like [`Driver::copy`], for `height` rows of `width` bytes.
@@ -326,7 +343,7 @@ impl Driver {
         let side = |rows: Rows| rows.side(DevicePtr::of(rows.address));
         let copy = Copy2d { source: side(source), target: side(target), width, height };
         // SAFETY: guaranteed by the caller, for each row; the function reads `copy` before it returns.
-        unsafe { checked!(self, cuMemcpy2DAsync_v2(&raw const copy, stream.into())) }
+        unsafe { waiting!(self, cuMemcpy2DAsync_v2(&raw const copy, stream.into())) }
     }
 
     /// # Safety
@@ -339,7 +356,7 @@ impl Driver {
         stream: Stream,
     ) -> Result<()> {
         // SAFETY: guaranteed by the caller; streams are alive, as `Stream` requires.
-        unsafe { checked!(self, cuMemsetD8Async(address, value, bytes, stream.into())) }
+        unsafe { waiting!(self, cuMemsetD8Async(address, value, bytes, stream.into())) }
     }
 
     /// # Safety
@@ -352,7 +369,7 @@ impl Driver {
         stream: Stream,
     ) -> Result<()> {
         // SAFETY: guaranteed by the caller; streams are alive, as `Stream` requires.
-        unsafe { checked!(self, cuMemcpyHtoDAsync_v2(target, source.cast(), bytes, stream.into())) }
+        unsafe { waiting!(self, cuMemcpyHtoDAsync_v2(target, source.cast(), bytes, stream.into())) }
     }
 
     /// # Safety
@@ -365,12 +382,12 @@ impl Driver {
         stream: Stream,
     ) -> Result<()> {
         // SAFETY: guaranteed by the caller; streams are alive, as `Stream` requires.
-        unsafe { checked!(self, cuMemcpyDtoHAsync_v2(target.cast(), source, bytes, stream.into())) }
+        unsafe { waiting!(self, cuMemcpyDtoHAsync_v2(target.cast(), source, bytes, stream.into())) }
     }
 
     pub(super) fn synchronize(self, stream: Stream) -> Result<()> {
         // SAFETY: streams are alive, as `Stream` requires.
-        unsafe { checked!(self, cuStreamSynchronize(stream.into())) }
+        unsafe { waiting!(self, cuStreamSynchronize(stream.into())) }
     }
 
     /// Returns the state of `stream`, a stream of the current context's device.
@@ -404,8 +421,10 @@ impl Driver {
 
     /// Returns `false` when the device of the current context, which is the event's, no longer has such a stream.
     pub(super) fn record_event(self, event: EventHandle, stream: Stream) -> Result<bool> {
+        let unlocked = unlock_interpreter();
         // SAFETY: events are never destroyed; streams are alive, as `Stream` requires.
         let code = unsafe { self.0.cuEventRecord(event, stream.into()) };
+        drop(unlocked);
         if code == Code::INVALID_HANDLE {
             return Ok(false);
         }
@@ -424,13 +443,13 @@ impl Driver {
 
     pub(super) fn wait_for_event(self, event: EventHandle) -> Result<()> {
         // SAFETY: events are never destroyed.
-        unsafe { checked!(self, cuEventSynchronize(event)) }
+        unsafe { waiting!(self, cuEventSynchronize(event)) }
     }
 
     /// Makes everything enqueued on `stream` from now on wait for `event`.
     pub(super) fn stream_wait_event(self, stream: Stream, event: EventHandle) -> Result<()> {
         // SAFETY: events are never destroyed; streams are alive, as `Stream` requires.
-        unsafe { checked!(self, cuStreamWaitEvent(stream.into(), event, 0)) }
+        unsafe { waiting!(self, cuStreamWaitEvent(stream.into(), event, 0)) }
     }
 
     /// Loads an image in the current context. Returns the reason when another image of the same kernels may
@@ -443,8 +462,10 @@ impl Driver {
         image: *const u8,
     ) -> Result<std::result::Result<ModuleHandle, Error>> {
         let mut module = ModuleHandle::NONE;
+        let unlocked = unlock_interpreter();
         // SAFETY: guaranteed by the caller.
         let code = unsafe { self.0.cuModuleLoadData(&raw mut module, image.cast()) };
+        drop(unlocked);
         let loaded = self.check("cuModuleLoadData", code).map(|()| module);
         if Code::UNSUITABLE_IMAGES.contains(&code) { Ok(loaded) } else { loaded.map(Ok) }
     }
@@ -506,7 +527,7 @@ impl Driver {
         let mut arguments = [params.cast_mut()];
         // SAFETY: guaranteed by the caller; the function copies the parameter before it returns.
         unsafe {
-            checked!(
+            waiting!(
                 self,
                 cuLaunchKernel(
                     function,
