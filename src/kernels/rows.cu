@@ -24,10 +24,9 @@ __device__ __forceinline__ Place place(u32 block, const Split& split, u32 per_la
     return {row, i64((u64(piece - row * split.pieces.by) << split.lane_bits) * per_lane + lane)};
 }
 
-/// Copies up to WORDS_PER_LANE words, all of them read before the first is written.
 template <typename Word>
-__device__ __forceinline__ void copy_words(u8* target, const u8* source, i64 first, u32 lanes, i64 words) {
-    Word held[WORDS_PER_LANE];
+__device__ __forceinline__ void
+read_words(Word (&held)[WORDS_PER_LANE], const u8* source, i64 first, u32 lanes, i64 words) {
 #pragma unroll
     for (u32 step = 0; step < WORDS_PER_LANE; step++) {
         i64 word = first + i64(step * lanes);
@@ -35,6 +34,11 @@ __device__ __forceinline__ void copy_words(u8* target, const u8* source, i64 fir
             held[step] = reinterpret_cast<const Word*>(source)[word];
         }
     }
+}
+
+template <typename Word>
+__device__ __forceinline__ void
+write_words(u8* target, const Word (&held)[WORDS_PER_LANE], i64 first, u32 lanes, i64 words) {
 #pragma unroll
     for (u32 step = 0; step < WORDS_PER_LANE; step++) {
         i64 word = first + i64(step * lanes);
@@ -42,6 +46,14 @@ __device__ __forceinline__ void copy_words(u8* target, const u8* source, i64 fir
             reinterpret_cast<Word*>(target)[word] = held[step];
         }
     }
+}
+
+/// Copies up to WORDS_PER_LANE words, all of them read before the first is written.
+template <typename Word>
+__device__ __forceinline__ void copy_words(u8* target, const u8* source, i64 first, u32 lanes, i64 words) {
+    Word held[WORDS_PER_LANE];
+    read_words(held, source, first, lanes, words);
+    write_words(target, held, first, lanes, words);
 }
 
 template <typename Word>
@@ -244,6 +256,32 @@ __device__ __forceinline__ void convert_elements(const Elements& its, const Stor
     }
 }
 
+/// The row that value `at` is stored to, or -1 for none. Notes a row that does not exist.
+__device__ __forceinline__ i64 target_row(const StoreParams& p, const Place& at, const i32* list) {
+    i64 row = number(p.indices, at.row, list);
+    if (row < p.rows) {
+        return row < 0 ? -1 : row;
+    }
+    if (at.first == 0) {
+        note(p.fault, FAULT_ROW, at.row, row);
+    }
+    return -1;
+}
+
+/// Stores words of a value, which are read while the index of their row is: of few rows, a store takes as long as what
+/// it waits for.
+template <typename Word>
+__device__ __forceinline__ void
+store_words(const StoreParams& p, const StorePart& part, const Place& at, const u8* source, const i32* list) {
+    Word held[WORDS_PER_LANE];
+    u32 lanes = 1u << part.split.lane_bits;
+    read_words(held, source, at.first, lanes, part.words);
+    i64 row = target_row(p, at, list);
+    if (row >= 0) {
+        write_words(part.target + row * part.words * part.word, held, at.first, lanes, part.words);
+    }
+}
+
 /// Row `indices[i]` of the target becomes row i of the values, for K and V. Negative indices are skipped.
 KERNELS(kvpool_store, StoreParams) {
     bool is_second = blockIdx.x >= u32(p.first_blocks);
@@ -254,21 +292,20 @@ KERNELS(kvpool_store, StoreParams) {
     if (at.row >= p.count) {
         return;
     }
-    i64 row = number(p.indices, at.row, list);
-    if (row < 0) {
-        return;
-    }
-    if (row >= p.rows) {
-        if (at.first == 0) {
-            note(p.fault, FAULT_ROW, at.row, row);
-        }
-        return;
-    }
     i64 lead = offset_of(at.row, part.lead_ndim, part.lead_shape, part.lead_strides);
     const u8* source = part.source + lead * part.element_bytes;
     if (as_words) {
-        u8* target = part.target + row * part.words * part.word;
-        return copy_piece(target, source, at.first, 1u << part.split.lane_bits, part.words, part.word);
+        switch (part.word) {
+            case 16: return store_words<Word16>(p, part, at, source, list);
+            case 8: return store_words<u64>(p, part, at, source, list);
+            case 4: return store_words<u32>(p, part, at, source, list);
+            case 2: return store_words<u16>(p, part, at, source, list);
+            default: return store_words<u8>(p, part, at, source, list);
+        }
+    }
+    i64 row = target_row(p, at, list);
+    if (row < 0) {
+        return;
     }
     bool converts = part.way == WAY_CONVERT;
     i32 target_bytes = converts ? bytes_of(part.target_dtype) : part.element_bytes;
