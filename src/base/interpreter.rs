@@ -21,7 +21,7 @@ pub struct InterpreterLock {
 
 static INTERPRETER: OnceLock<InterpreterLock> = OnceLock::new();
 
-/// Installs the lock of an interpreter, which [`unlock_interpreter`] releases from then on. Later
+/// Installs the lock of an interpreter, which `unlock_interpreter` releases from then on. Later
 /// installations have no effect.
 pub fn set_interpreter_lock(lock: InterpreterLock) {
     let _ = INTERPRETER.set(lock);

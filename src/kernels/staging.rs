@@ -7,10 +7,10 @@
 //!
 //! Owns the memory and the order of its uses; what lies there is the caller's. No call waits.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use crate::base::Result;
-use crate::base::sync::{Mutex, lock};
+use crate::base::sync::lock;
 use crate::memory::{ALIGNMENT, Contents, Cuda, Event, Gpu, Region, SideStream, Stream};
 
 /// Two halves of device memory, which are filled and emptied in turn.
