@@ -124,10 +124,10 @@ def first_pool_section(results: Sequence[Result]) -> list[str]:
     return section("The first pool of a process", table(columns, rows, numbers=columns[2:]) if rows else [])
 
 
-def exact_section(results: Sequence[Result]) -> list[str]:
+def images_section(results: Sequence[Result]) -> list[str]:
     """What the kernels of each image wrote otherwise than the same calls in host memory."""
     lines: list[str] = []
-    for found in records_of(results, "exact"):
+    for found in records_of(results, "images"):
         counts = f"Kernels {found['kernels']}: {len(found['wrong'])} of {found['checks']} results differ."
         lines += [counts, "", *bullets(found["wrong"])]
     return section("Bit for bit as in host memory", lines)
@@ -248,7 +248,7 @@ def markdown(results: Sequence[Result], about: Mapping[str, str], tables: Sequen
         probe_section,
         captures_section,
         first_pool_section,
-        exact_section,
+        images_section,
         tests_section,
         lambda results: speed_section(results, machine),
         sanitizer_section,

@@ -112,9 +112,9 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
             env=alone,
             excuse=only_missing,
         ),
-        Step("exact", "that kernels write the bits that the CPU writes", script("exact", *few), 40),
+        Step("images", "that kernels write the bits that the CPU writes", script("images", *few), 40),
         Step(
-            *("exact, PTX", "the same of the PTX, which the driver compiles", script("exact", *few), 40),
+            *("images, PTX", "the same of the PTX, which the driver compiles", script("images", *few), 40),
             env={"KVPOOL_KERNELS": "ptx"},
         ),
         Step("speed", "time and bytes a second of each kernel", script("speed"), 60, skip=no_clock),

@@ -224,7 +224,7 @@ def test_the_report_lists_the_findings(tmp_path: Path) -> None:
             {"kind": "first pool", "kernels": "ptx", "cache": "disabled"}
             | {"context": 1, "first": 0.9, "second": 0.001}
         ],
-        "exact": [{"kind": "exact", "kernels": "ptx", "checks": 42, "wrong": ["moved K: 3 of 9 bytes"]}],
+        "images": [{"kind": "images", "kernels": "ptx", "checks": 42, "wrong": ["moved K: 3 of 9 bytes"]}],
         "tests": [
             {"kind": "collected", "count": 5},
             *({"kind": "begins", "name": f"test_{name}"} for name in ("a", "b", "c", "hangs")),

@@ -1,6 +1,6 @@
 """Whether the kernels write what the same calls write in host memory, bit for bit.
 
-    python tests/gpu/exact.py [--count 4194304]
+    python tests/gpu/images.py [--count 4194304]
 
 Conversions between float types, with scales and without: every pattern of 16 bits, and random ones of 32.
 Rows that are stored, gathered and moved, and a request table that is written and read. It ends with 1 if
@@ -126,7 +126,7 @@ def main() -> int:
                 wrong.append(f"{name}: {differ} of {cpu.numel()} bytes")
                 print(f"DIFFERS {wrong[-1]}", flush=True)
     print(f"kernels: {kernels}; {checks} results compared with those in host memory, {len(wrong)} differ")
-    records.add("exact", kernels=kernels, checks=checks, wrong=wrong)
+    records.add("images", kernels=kernels, checks=checks, wrong=wrong)
     return 1 if wrong else 0
 
 

@@ -1,4 +1,4 @@
-"""`tests/gpu/exact.py`: both images write what the CPU writes, on the software driver; differences show."""
+"""`tests/gpu/images.py`: both images write what the CPU writes, on the software driver; differences show."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def run(*arguments: str) -> tuple[int, list[str]]:
 def test_kernels_write_the_bits_that_the_host_writes(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     monkeypatch.setenv("KVPOOL_KERNELS", kernels)
     said = f"kernels: {kernels or 'best'}; 42 results compared with those in host memory, 0 differ"
-    assert run("exact.py") == (0, [said])
+    assert run("images.py") == (0, [said])
 
 
 @pytest.mark.cuda
 @pytest.mark.usefixtures("driver")
 def test_a_difference_is_told() -> None:
-    code = "import exact, sys, torch; pair = torch.tensor([1, 2, 3]), torch.tensor([1, 0, 3]); "
-    code += "exact.conversions = lambda _: [('a row', *pair)]; exact.rows = exact.tables = list; "
-    status, lines = run("-c", f"{code}sys.exit(exact.main())")
+    code = "import images, sys, torch; pair = torch.tensor([1, 2, 3]), torch.tensor([1, 0, 3]); "
+    code += "images.conversions = lambda _: [('a row', *pair)]; images.rows = images.tables = list; "
+    status, lines = run("-c", f"{code}sys.exit(images.main())")
     assert (status, lines[0]) == (1, "DIFFERS a row: 1 of 3 bytes")
