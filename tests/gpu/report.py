@@ -115,6 +115,11 @@ def captures_section(results: Sequence[Result]) -> list[str]:
     return section("Calls inside and beside captures", [*lines, *table(("call", *cases), rows)])
 
 
+def exact_section(results: Sequence[Result]) -> list[str]:
+    """What was compared bit by bit, and how many values."""
+    return section("Exactness", bullets(f"{r['what']}: {r['told']}" for r in records_of(results, "exact")))
+
+
 def first_pool_section(results: Sequence[Result]) -> list[str]:
     columns = ("kernels", "cache", "PyTorch's context, s", "first pool, s", "second pool, s")
     rows = [
@@ -249,6 +254,7 @@ def markdown(results: Sequence[Result], about: Mapping[str, str], tables: Sequen
         captures_section,
         first_pool_section,
         images_section,
+        exact_section,
         tests_section,
         lambda results: speed_section(results, machine),
         sanitizer_section,
