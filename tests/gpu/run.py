@@ -1,11 +1,14 @@
 """Everything that a GPU can tell of kvpool, in one command and within ten minutes.
 
-    python3 tests/gpu/run.py [--seconds 570] [--out target/gpu] [--only WORD] [--software]
+    python3 tests/gpu/run.py [--plan truth|speed|all] [--seconds 570] [--out FOLDER] [--only WORD]
+        [--software]
 
-It needs Python and PyTorch, and what `make gpu-package` has put into `.gpu`: the package, and what its tests
-import. Steps run in the order of what they tell, each in a process of its own that is ended at its limit;
-those for which no time is left are named. `report.md` and `report.json` are written after every step, and
-`steps.log` has all output. It ends with 1 if a step failed, and with 2 if there is no package.
+The plan `truth` is what shows faults, in three minutes; `speed` is the board of `board.py`, in five; `all` is
+both and what else there is. It needs Python and PyTorch, and what `make gpu-package` has put into `.gpu`: the
+package, and what its tests import. Steps run in the order of what they tell, each in a process of its own
+that is ended at its limit; those for which no time is left are named. `report.md` and `report.json` are
+written after every step, and `steps.log` has all output. It ends with 1 if a step failed, and with 2 if there
+is no package.
 
 With the driver made of software, preloaded or by `--software`, everything runs that needs no clock and no
 kernels of PyTorch, with limits three times as long.
@@ -26,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import package
 import report
 from steps import FAILED, Result, Runner, Step
 
@@ -36,25 +40,35 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path("tests") / "gpu"
 PACKAGE = ROOT / ".gpu"
 SOFTWARE = ROOT / "target" / "software_driver" / "lib" / "libcuda.so.1"
-SECONDS = 570.0
+# Seconds of each plan.
+PLANS = {"truth": 180.0, "speed": 300.0, "all": 570.0}
+SPEED = ("environment", "board")
+# Not of the truth: the board, and what tells least.
+LATER = (
+    *("board", "doctor", "captures, first call", "tests with processes"),
+    *("speed", "speed, once", "ncu", "benchmark"),
+)
 SOFTWARE_FACTOR = 3
 NO_CLOCK = "the driver made of software has no clock, and no kernels of PyTorch"
 NO_KERNELS = "the driver made of software runs kernels on the host, where this tool sees none"
 CANNOT_WATCH = r"(ERR_NVGPUCTRPERM|Failed to initialize the profiler|Device not supported)[^\n]*"
 
 
-def pytest_command(processes: int, *arguments: str, is_software: bool) -> tuple[str, ...]:
+def pytest_command(
+    processes: int, *arguments: str, is_software: bool, marks: str = "cuda"
+) -> tuple[str, ...]:
     """Runs cuda tests, and tells of each; without what else the machine's pytest would load.
 
     Args:
         processes: How many run them; 0 without `pytest-xdist`.
         *arguments: What tests.
         is_software: What they run on.
+        marks: Which of them.
     """
     plugins = ["outcomes", "pytest_timeout", "_hypothesis_pytestplugin"]
     plugins += ["xdist.plugin"] if processes else []
     return (
-        *(sys.executable, "-m", "pytest", "-q", "-m", "cuda", "--continue-on-collection-errors"),
+        *(sys.executable, "-m", "pytest", "-q", "-m", marks, "--continue-on-collection-errors"),
         *(word for plugin in plugins for word in ("-p", plugin)),
         # Another PyTorch may warn of what this one does not; a test that hangs may not cost the others.
         *("-p", "no:cacheprovider", "-o", "filterwarnings=", "-o", f"timeout={120 if is_software else 60}"),
@@ -80,17 +94,17 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
     def script(name: str, *arguments: str) -> tuple[str, ...]:
         return (sys.executable, str(HERE / f"{name}.py"), *arguments)
 
-    def tests(count: int, *arguments: str) -> tuple[str, ...]:
-        return pytest_command(count if has_xdist else 0, *arguments, is_software=is_software)
+    def tests(count: int, *arguments: str, marks: str = "cuda") -> tuple[str, ...]:
+        return pytest_command(count if has_xdist else 0, *arguments, is_software=is_software, marks=marks)
 
-    processes = max(1, min(6, (os.cpu_count() or 1) // 2))
+    processes = max(1, min(8, (os.cpu_count() or 1) // 2))
+    others = ("tests/python", "--ignore=tests/python/test_cuda_torch.py")
     no_clock, no_kernels = (NO_CLOCK, NO_KERNELS) if is_software else ("", "")
     quick = ("--once", "--little", "--rows", "256", "--tokens", "1,33")
     few = ("--count", "65536") if is_software else ()
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     steps = [
         Step("environment", "what machine this is", script("environment"), 60, is_vital=True),
-        Step("doctor", "what kvpool says of it", (sys.executable, "-m", "kvpool", "doctor"), 30),
         Step(
             *("first pool, cold", "what it costs where nothing was compiled", script("first_pool"), 40),
             env={"CUDA_CACHE_DISABLE": "1"},
@@ -104,7 +118,7 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
         Step("probe", "whether the driver answers as documented", script("probe"), 40),
         Step(
             *("captures", "that every call works or refuses, and spoils no capture"),
-            *(script("captures", "--seconds", str(210 if is_software else 70)), 80),
+            *(script("captures", "--seconds", str(210 if is_software else 45)), 80),
         ),
         Step(
             *("tests with PyTorch", "late frees, streams, graphs, threads, large data"),
@@ -117,16 +131,15 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
             *("images, PTX", "the same of the PTX, which the driver compiles", script("images", *few), 40),
             env={"KVPOOL_KERNELS": "ptx"},
         ),
-        Step("speed", "time and bytes a second of each kernel", script("speed"), 60, skip=no_clock),
         Step(
-            *("all other tests", "the cuda tests of all suites"),
-            *(tests(processes, "tests/python", "--ignore=tests/python/test_cuda_torch.py"), 150),
-            env=alone,
-            excuse=only_missing,
+            *("exactness", "that every bit of every conversion is right, and rows beyond 2^31 elements"),
+            *(script("exact", *(("--dry",) if is_software else ())), 60),
         ),
         Step(
-            *("captures, first call", "that a process may begin with any pool beside a capture"),
-            *(script("captures", "--first", "--seconds", str(120 if is_software else 40)), 50),
+            *("all other tests", "the cuda tests of all suites that start no processes"),
+            *(tests(processes, *others, marks="cuda and not processes"), 150),
+            env=alone,
+            excuse=only_missing,
         ),
         Step(
             *("memcheck", "that no kernel touches memory that is not its own"),
@@ -136,6 +149,26 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
             skip=no_kernels,
             refused=CANNOT_WATCH,
         ),
+        Step(
+            *("board", "every figure beside its peers"),
+            *(
+                script("board", "--seconds", "280", "--out", str(out), *(("--dry",) if is_software else ())),
+                290,
+            ),
+            least=60,
+        ),
+        Step("doctor", "what kvpool says of it", (sys.executable, "-m", "kvpool", "doctor"), 30),
+        Step(
+            *("captures, first call", "that a process may begin with any pool beside a capture"),
+            *(script("captures", "--first", "--seconds", str(120 if is_software else 40)), 50),
+        ),
+        Step(
+            *("tests with processes", "the cuda tests that start processes"),
+            *(tests(processes, *others, marks="cuda and processes"), 100),
+            env=alone,
+            excuse=only_missing,
+        ),
+        Step("speed", "time and bytes a second of each kernel", script("speed"), 60, skip=no_clock),
         Step(
             *("ncu", "how much of the memory's bandwidth each kernel uses"),
             (
@@ -165,25 +198,35 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
     return [replace(step, limit=SOFTWARE_FACTOR * step.limit) for step in (*steps[:at], once, *steps[at:])]
 
 
-def packages() -> tuple[list[str], dict[str, str]]:
-    """The folders of the package for this Python, and what is known of it."""
+def steps_of(plan: str, steps: Sequence[Step]) -> list[Step]:
+    """The steps of a plan: those that nobody has put elsewhere belong to the truth."""
+    if plan == "all":
+        return list(steps)
+    return [step for step in steps if (step.name in SPEED if plan == "speed" else step.name not in LATER)]
+
+
+def packages() -> tuple[list[str], list[str], dict[str, str]]:
+    """The folders of modules and programs for this Python, and what is known of the package."""
     about: dict[str, str] = json.loads((PACKAGE / "package.json").read_text(encoding="utf-8"))
-    folders = [str(PACKAGE / "kvpool")]
+    folders, programs = [PACKAGE / "kvpool"], list[Path]()
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     tools = f"of Python {about['python']}, from .gpu"
     if about["python"] == here:
-        folders.append(str(PACKAGE / "tools"))
+        more, programs = package.unpack(PACKAGE)
+        folders += more
     else:
         tools = f"this machine's, as those in .gpu are of Python {about['python']}"
-    return folders, {"commit": about["commit"], "pytest and others": tools}
+    known = {"commit": about["commit"], "pytest and others": tools}
+    return [str(folder) for folder in folders], [str(folder) for folder in programs], known
 
 
-def environment(folders: Sequence[str], software: Path | None) -> dict[str, str]:
-    """The environment variables of all steps."""
+def environment(folders: Sequence[str], programs: Sequence[str], software: Path | None) -> dict[str, str]:
+    """The environment variables of all steps; programs of the machine come before those of the package."""
     paths = [*folders, str(ROOT / HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
+        "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), *programs]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",
         "KVPOOL_REQUIRE_CUDA": "1",
@@ -213,7 +256,10 @@ def run_steps(
 ) -> int:
     """Runs all, and keeps the report up to date. The answer is an exit status."""
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("report.md", "report.json", "steps.log", "bench.md", "bench.json"):
+    for name in (
+        *(f"{kind}.{end}" for kind in ("report", "bench", "board") for end in ("md", "json")),
+        "steps.log",
+    ):
         (out / name).unlink(missing_ok=True)
     results: list[Result] = []
 
@@ -222,14 +268,15 @@ def run_steps(
         for step in steps:
             results.append(runner.run(step))
             show(results[-1])
-            report.write(out, results, about, [out / "bench.md"])
+            report.write(out, results, about, [out / "board.md", out / "bench.md"])
     print(f"{report.verdict(results)}\n{out / 'report.md'}")
     return 1 if any(result.status == FAILED for result in results) else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all steps (default: %(default)s)")
+    parser.add_argument("--plan", choices=PLANS, default="all", help="which steps (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="for all steps (default: the plan's)")
     parser.add_argument(
         "--out", type=Path, default=Path(os.environ.get("OUT") or "target/gpu"), help="where the report goes"
     )
@@ -245,13 +292,14 @@ def main() -> int:
             "there is no package in .gpu: run `make gpu-package` where Rust is, and bring it", file=sys.stderr
         )
         return 2
-    folders, about = packages()
+    folders, programs, about = packages()
     is_software = arguments.software or hasattr(ctypes.CDLL(None), "soft_calls")
-    env = environment(folders, SOFTWARE if arguments.software else None)
+    env = environment(folders, programs, SOFTWARE if arguments.software else None)
     steps = make_steps(out, is_software=is_software, has_xdist=can_import("xdist", env))
     about = {"date": dt.datetime.now(tz=dt.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), **about}
-    wanted = [step for step in steps if arguments.only in step.name]
-    return run_steps(wanted, out, env, arguments.seconds, about)
+    wanted = [step for step in steps_of(arguments.plan, steps) if arguments.only in step.name]
+    seconds = PLANS[arguments.plan] if arguments.seconds is None else arguments.seconds
+    return run_steps(wanted, out, env, seconds, about)
 
 
 if __name__ == "__main__":

@@ -335,9 +335,43 @@ def test_all_steps_are_listed(tmp_path: Path, *, is_software: bool) -> None:
     names = [step.name for step in steps]
     assert len(set(names)) == len(names) > 10
     assert [step.name for step in steps if step.skip] == (
-        ["speed", "memcheck", "ncu", "benchmark"] if is_software else []
+        ["memcheck", "speed", "ncu", "benchmark"] if is_software else []
     )
     for step in steps:
         for word in step.command:
             if word.endswith(".py") and "=" not in word:
                 assert (ROOT / word).exists(), word
+
+
+def test_plans_part_the_steps(tmp_path: Path) -> None:
+    steps = run.make_steps(tmp_path, is_software=False, has_xdist=True)
+    plans = {plan: [step.name for step in run.steps_of(plan, steps)] for plan in run.PLANS}
+    assert plans["all"] == [step.name for step in steps]
+    assert plans["speed"] == ["environment", "board"]
+    truth = [
+        "environment",
+        "probe",
+        "captures",
+        "tests with PyTorch",
+        "exactness",
+        "all other tests",
+        "memcheck",
+    ]
+    assert [name for name in plans["truth"] if not name.startswith("first pool")] == truth
+    assert {*run.LATER, *run.SPEED} <= {*plans["all"], "speed, once"}
+    marks = {
+        step.name: step.command[step.command.index("-m", 3) + 1] for step in steps if "pytest" in step.command
+    }
+    assert marks == {
+        "tests with PyTorch": "cuda",
+        "all other tests": "cuda and not processes",
+        "tests with processes": "cuda and processes",
+    }
+
+
+def test_programs_of_the_package_come_after_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    env = run.environment(["/kvpool", "/wheels"], ["/programs"], None)
+    assert env["PATH"].split(os.pathsep) == ["/usr/bin", "/programs"]
+    assert env["PYTHONPATH"].split(os.pathsep) == ["/kvpool", "/wheels", str(ROOT / run.HERE), "/mine"]
