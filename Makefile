@@ -64,6 +64,7 @@ WITHOUT_PATHS := RUSTFLAGS='$(strip $(RUSTFLAGS) --remap-path-prefix=$(CARGO_HOM
 GPU_PYTHON ?= 3.12
 GPU_PACKAGE := .gpu/package.json
 GPU_PLAN ?= all
+FILE ?= target/gpu/board.json
 GPU_TOOLS := pytest pytest-timeout pytest-xdist hypothesis prometheus-client rich typer
 # What that machine lacks or has too old, without what it depends on: for tests of models and engines, and peers of the board.
 GPU_BROUGHT := transformers==5.24.0 'huggingface-hub>=1.31,<2' 'tokenizers>=0.23.1,<0.24' 'safetensors>=0.8' regex msgspec pyzmq \
@@ -96,7 +97,7 @@ endef
 
 .PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-generate bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test old-torch-test process-test software-test \
     rust-lint python-lint stub-lint kernel-lint verify-types wheel-lint licences wheels \
-    version-test orders fuzz fuzz-build fuzz-briefly histories mutants miri soak soak-threads gpu gpu-package
+    version-test orders fuzz fuzz-build fuzz-briefly histories mutants miri soak soak-threads gpu gpu-package gpu-results gpu-rehearsal
 .DEFAULT_GOAL := test
 
 # The main job: models served through the pools, dense and hybrid, and conversations with the prefix cache and without, with
@@ -423,6 +424,11 @@ $(PEERS)/.installed: $(BIN)/python
 # three or the speed in five. It needs neither Rust nor a network where .gpu is there; PYTHON is the one that has PyTorch.
 gpu: $(if $(shell command -v cargo 2>/dev/null),$(GPU_PACKAGE))
 	$(PYTHON) tests/gpu/run.py --plan $(GPU_PLAN)
+
+# The figures that `make gpu` brought back, in RESULTS.md and the charts: FILE is its board.json.
+gpu-results: $(BIN)/python
+	$(BIN)/python benches/gpu_results.py $(FILE)
+	$(BIN)/python benches/chart.py
 
 # What `make gpu` brings to a machine that has Python and PyTorch alone.
 gpu-package:

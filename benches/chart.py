@@ -153,7 +153,8 @@ def sections() -> list[Section]:
         known = dict(
             part.split(": ", 1) for line in lines if line.startswith("date: ") for part in line.split("; ")
         )
-        words = [known["date"], known["processor"], f"{known['cores']} cores"] if known else []
+        card = [known["gpu"]] if "gpu" in known else []
+        words = [known["date"], *card, known["processor"], f"{known['cores']} cores"] if known else []
         beside = {figure.alternative for figure in figures}
         if len(beside) == 1 and not beside & PLAIN:
             words.append(f"beside an {beside.pop()}")
