@@ -63,6 +63,8 @@ WITHOUT_PATHS := RUSTFLAGS='$(strip $(RUSTFLAGS) --remap-path-prefix=$(CARGO_HOM
 # The Python of the machine with a GPU.
 GPU_PYTHON ?= 3.12
 GPU_PACKAGE := .gpu/package.json
+GPU_VENV := $(VENV)/gpu-$(GPU_PYTHON)
+GPU_VERSIONS := torch==2.11.0 transformers==5.17.0 numpy matplotlib
 GPU_PLAN ?= all
 FILE ?= target/gpu/board.json
 GPU_TOOLS := pytest pytest-timeout pytest-xdist hypothesis prometheus-client rich typer
@@ -424,6 +426,19 @@ $(PEERS)/.installed: $(BIN)/python
 # three or the speed in five. It needs neither Rust nor a network where .gpu is there; PYTHON is the one that has PyTorch.
 gpu: $(if $(shell command -v cargo 2>/dev/null),$(GPU_PACKAGE))
 	$(PYTHON) tests/gpu/run.py --plan $(GPU_PLAN)
+
+# The same run on the driver made of software, with the Python and the PyTorch of the machine with a GPU.
+gpu-rehearsal: $(GPU_PACKAGE) $(DRIVER) $(GPU_VENV)/.installed
+	if test -e $(GPU_VENV)/bin/python; then \
+	    $(GPU_VENV)/bin/python tests/gpu/run.py --software --plan $(GPU_PLAN) --seconds 1800 --out target/gpu-rehearsal; fi
+
+$(GPU_VENV)/.installed: $(BIN)/python
+	mkdir -p $(GPU_VENV)
+	if $(BIN)/uv python find --no-python-downloads $(GPU_PYTHON) >/dev/null; then \
+	    $(BIN)/uv venv --quiet --clear --no-python-downloads --python $(GPU_PYTHON) $(GPU_VENV) && \
+	    $(BIN)/uv pip install --quiet --python $(GPU_VENV)/bin/python $(GPU_VERSIONS); \
+	    else echo "skipped, as there is no Python $(GPU_PYTHON)"; fi
+	touch $@
 
 # The figures that `make gpu` brought back, in RESULTS.md and the charts: FILE is its board.json.
 gpu-results: $(BIN)/python
