@@ -118,12 +118,12 @@ class Board:
     """Makes rows, times them, and tells of each figure as soon as it is known.
 
     Args:
-        dry: Every call is made once on the CPU, and nothing is timed.
+        dry: Every call is made once on the CPU, with little data, and nothing is timed.
         quick: One size of each row.
     """
 
     def __init__(self, *, dry: bool, quick: bool) -> None:
-        self.dry = dry
+        self.dry = self.little = dry
         self.quick = quick
         self.device = "cpu" if dry else "cuda"
         self._ceilings: dict[str, float] = {}
@@ -134,7 +134,7 @@ class Board:
 
     def sets(self, moved: int) -> int:
         """How many sets of data together exceed the caches, as far as a graph can go through them."""
-        return 2 if self.dry else max(2, min(64, -(-ROTATED_BYTES // max(1, moved))))
+        return 2 if self.little else max(2, min(64, -(-ROTATED_BYTES // max(1, moved))))
 
     def synchronize(self) -> None:
         if not self.dry:
@@ -287,30 +287,31 @@ class Board:
     def ceiling(self, name: str) -> float:
         """GB/s of the card for `d2d` (read and written), `zeros`, `h2d` or `d2h`."""
         if name not in self._ceilings:
-            self._ceilings[name] = 1.0 if self.dry else _bandwidth(name)
+            self._ceilings[name] = 1.0 if self.dry else self._bandwidth(name)
         return self._ceilings[name]
 
     def ceiling_us(self, name: str, moved: int) -> float:
         """Microseconds that as many bytes take at the card's ceiling."""
         return moved / self.ceiling(name) / 1e3
 
+    def _bandwidth(self, name: str) -> float:
+        size = 1 << (16 if self.little else 30 if name in {"d2d", "zeros"} else 28)
 
-def _bandwidth(name: str) -> float:
-    size = 1 << 30 if name in {"d2d", "zeros"} else 256 << 20
+        def random(count: int, device: str = self.device) -> list[torch.Tensor]:
+            return [torch.randint(0, 255, (size,), dtype=torch.uint8, device=device) for _ in range(count)]
 
-    def random(**where: Any) -> list[torch.Tensor]:  # noqa: ANN401
-        return [torch.randint(0, 255, (size,), dtype=torch.uint8, **where) for _ in range(2)]
+        def copies(to: list[torch.Tensor], source: list[torch.Tensor]) -> Callable[[int], object]:
+            return lambda i: to[i % 2].copy_(source[i % 2], non_blocking=True)
 
-    device = random(device="cuda")
-    if name == "zeros":
-        device.append(torch.empty_like(device[0]))
-        times = [event_us(lambda i: device[i % 3].zero_(), 9) for _ in range(5)]
-    elif name == "d2d":
-        device += random(device="cuda")
-        times = [event_us(lambda i: device[(i + 2) % 4].copy_(device[i % 4]), 8) for _ in range(5)]
-    else:
-        host = [tensor.pin_memory() for tensor in random()]
-        to, source = (device, host) if name == "h2d" else (host, device)
-        times = [event_us(lambda i: to[i % 2].copy_(source[i % 2], non_blocking=True), 4) for _ in range(5)]
-    torch.cuda.empty_cache()
-    return (2 if name == "d2d" else 1) * size / statistics.median(times) / 1e3
+        call: Callable[[int], object]
+        if name == "zeros":
+            blank = random(3)
+            call = lambda i: blank[i % 3].zero_()  # noqa: E731
+        elif name == "d2d":
+            call = copies(random(2), random(2))
+        else:
+            host = [tensor.pin_memory() for tensor in random(2, "cpu")]
+            call = copies(random(2), host) if name == "h2d" else copies(host, random(2))
+        us = statistics.median(event_us(call, 8) for _ in range(5))
+        torch.cuda.empty_cache()
+        return (2 if name == "d2d" else 1) * size / us / 1e3

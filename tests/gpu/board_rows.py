@@ -45,7 +45,7 @@ Caches = tuple[torch.Tensor, torch.Tensor]
 
 
 def slots_in(board: Board) -> int:
-    return 2048 if board.dry else 1 << 18
+    return 2048 if board.little else 1 << 18
 
 
 def some_slots(board: Board, count: int) -> torch.Tensor:
@@ -130,7 +130,7 @@ def write_rows(board: Board) -> Rows:
         board.compare(what, sides, same=same, moved=moved, targets=[Target("device", least=1.0)])
         pool.check()
 
-    counts = (1, 64) if board.dry else (1, 8, 64, 256, 1024, 4096, 16384, 65536)
+    counts = (1, 64) if board.little else (1, 8, 64, 256, 1024, 4096, 16384, 65536)
     shapes = [(HEADS, count) for count in board.sizes(*counts)]
     shapes += [
         (heads, n) for heads in ((1, 576), (1, 128)) for n in board.sizes(*counts[3:6:2] or counts[:1])
@@ -192,9 +192,9 @@ def read_rows(board: Board) -> Rows:  # noqa: C901 - two rows
         board.compare(what, sides, same=same, moved=moved)
         pool.check()
 
-    for count in board.sizes(*((256,) if board.dry else (256, 4096, 16384, 65536))):
+    for count in board.sizes(*((256,) if board.little else (256, 4096, 16384, 65536))):
         yield f"gather_kv, {count} tokens", partial(gather, f"gather_kv, {count} tokens", count)
-    for count in board.sizes(*((256,) if board.dry else (4096, 16384))):
+    for count in board.sizes(*((256,) if board.little else (4096, 16384))):
         yield f"move_kv, {count} tokens", partial(move, f"move_kv, {count} tokens", count)
 
 
@@ -234,7 +234,7 @@ def narrow_rows(board: Board) -> Rows:
         board.compare(what, sides, same=same, moved=moved, targets=[target])
         pool.check()
 
-    for count in board.sizes(*((64,) if board.dry else (256, 4096, 16384))):
+    for count in board.sizes(*((64,) if board.little else (256, 4096, 16384))):
         what = f"set_kv to float8_e4m3fn with scales, {count} tokens"
         yield what, partial(one, what, count)
 
@@ -244,7 +244,7 @@ def narrow_rows(board: Board) -> Rows:
 
 def states(board: Board) -> Rows:  # noqa: C901 - two rows
     """Resets and copies of Qwen3-Next's states."""
-    shape = (2, 2, 16, 16, 64, 4) if board.dry else QWEN3_NEXT
+    shape = (2, 2, 16, 16, 64, 4) if board.little else QWEN3_NEXT
     layers, heads, k_dim, v_dim, channels, taps = shape
     one_state = layers * (heads * k_dim * v_dim * 4 + channels * (taps - 1) * 2)
     slots = 48
@@ -297,7 +297,7 @@ def states(board: Board) -> Rows:  # noqa: C901 - two rows
 
 def indices(board: Board) -> Rows:
     """The slots of all requests in one list."""
-    batch, context, groups = (4, 64, 2) if board.dry else (256, 2048, 8)
+    batch, context, groups = (4, 64, 2) if board.little else (256, 2048, 8)
     what = f"kv_indices of {batch} x {context}"
 
     def one() -> None:
@@ -383,7 +383,7 @@ def allocations(board: Board) -> Rows:
         board.compare(what, sides, same=same, device=False, targets=target)
 
     for page, is_sorted in ((1, True), (1, False), (16, True)):
-        for count in board.sizes(*((16,) if board.dry else (1, 16, 128, 4096)[page > 1 :])):
+        for count in board.sizes(*((16,) if board.little else (1, 16, 128, 4096)[page > 1 :])):
             order = f"pages of {page}" if page > 1 else "sorted" if is_sorted else "FIFO"
             what = f"alloc + free of {count}, {order}"
             yield what, partial(one, what, count, page, is_sorted=is_sorted)
@@ -396,7 +396,7 @@ class Prompts:
     """Slots of the same prompts by kvpool and by SGLang, and of the steps after them, in pages of 16."""
 
     def __init__(self, board: Board, what: str, batch: int, tokens: int) -> None:
-        size = 1 << (16 if board.dry else 20)
+        size = 1 << (16 if board.little else 20)
         self.tokens = tokens
         self.ours = kvpool.TokenToKVPoolAllocator(size, board.device, PAGE)
         self.none, self.full = np.zeros(batch, np.int32), np.full(batch, tokens, np.int32)
@@ -454,7 +454,7 @@ def slots_of_steps(board: Board) -> Rows:
         board.compare(what, sides, same=same, device=False, calls=20, targets=target)
 
     def decode(what: str, batch: int) -> None:
-        prompts = Prompts(board, what, batch, 48 if board.dry else 512)
+        prompts = Prompts(board, what, batch, 48 if board.little else 512)
         sides = {OURS: Side([prompts.step], prompts.begin)}
         if prompts.theirs:
             sides["SGLang"] = Side([prompts.step_theirs], prompts.begin_theirs)
@@ -471,11 +471,11 @@ def slots_of_steps(board: Board) -> Rows:
 
         board.compare(what, sides, same=same, device=False, calls=20, targets=target)
 
-    shape = (4, 48) if board.dry else (32, 512)
+    shape = (4, 48) if board.little else (32, 512)
     what = f"alloc_extend of {shape[0]} x {shape[1]}, pages of 16"
     yield what, partial(extend, what, *shape)
     what = "alloc_decode of 256, pages of 16"
-    yield what, partial(decode, what, 8 if board.dry else 256)
+    yield what, partial(decode, what, 8 if board.little else 256)
 
 
 class OurSteps:
@@ -572,7 +572,7 @@ def steps(board: Board) -> Rows:
     def one(what: str, batch: int, context: int, page: int) -> None:
         ours = OurSteps(board, batch, context, page)
         theirs = None
-        if batch >= 256 or board.dry:
+        if batch >= 256 or board.little:
             make = partial(SglangSteps, board, batch, context, page)
             theirs = board.peer(what, "SGLang", make)
         if not ours.is_right() or not (theirs is None or theirs.is_right()):
@@ -586,14 +586,14 @@ def steps(board: Board) -> Rows:
             board.compare(name, sides, device=False, calls=20, targets=goals)
 
     cases = [(256, *case) for case in board.sizes(*CONTEXTS)] + [(n, 1024, 1) for n in board.sizes(1, 16, 64)]
-    for batch, context, page in [(4, 64, 1), (4, 64, 16)] if board.dry else cases:
+    for batch, context, page in [(4, 64, 1), (4, 64, 16)] if board.little else cases:
         what = f"decode of {batch}, context {context}, pages of {page}"
         yield what, partial(one, what, batch, context, page)
 
 
 def buffers(board: Board) -> Rows:
     """Buffers and workspaces of a pass."""
-    count = 70 if board.dry else 1750
+    count = 70 if board.little else 1750
     shapes = [((1 + number % 7) * 64, 128) for number in range(count)]
 
     def passes(take: Callable[[tuple[int, int]], object], back: Call = lambda: None) -> Side:
@@ -649,7 +649,7 @@ class Tier:
 
     def __init__(self, board: Board, page: int) -> None:
         self.board = board
-        self.layers, self.tokens = (2, 128) if board.dry else (32, 4096)
+        self.layers, self.tokens = (2, 128) if board.little else (32, 4096)
         self.bytes = 2 * self.tokens * self.layers * HEADS[0] * HEADS[1] * 2
         self.kv = kvpool.KVPool(2 * self.tokens, self.layers, *HEADS, board.device, BF16, page_size=page)
         for buffer in (*self.kv.k_buffer, *self.kv.v_buffer):
@@ -713,8 +713,9 @@ class Tier:
 class Matmul:
     """A matrix product on a stream of its own."""
 
-    def __init__(self) -> None:
-        self.a, self.b, self.out = (torch.randn(8192, 8192, device="cuda").to(BF16) for _ in range(3))
+    def __init__(self, board: Board) -> None:
+        side = 64 if board.little else 8192
+        self.a, self.b, self.out = (torch.randn(side, side, device=board.device).to(BF16) for _ in range(3))
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._ends: Any = None
         self.us()
@@ -747,7 +748,7 @@ def tier(board: Board) -> Rows:
         if board.dry:
             board.made(what)
             return
-        matmul = Matmul()
+        matmul = Matmul(board)
         found: dict[str, list[float]] = {}
 
         def add(name: str, us: float) -> None:
@@ -777,7 +778,7 @@ def tier(board: Board) -> Rows:
         board.told(f"save of {what}, time of the host", "host", {OURS: us["host"]}, limit)
 
     for page in board.sizes(1, 16, 64):
-        what = f"{128 if board.dry else 4096} tokens, pages of {page}"
+        what = f"{128 if board.little else 4096} tokens, pages of {page}"
         yield what, partial(one, what, page)
 
 
@@ -786,7 +787,7 @@ def tier(board: Board) -> Rows:
 
 def layers(board: Board) -> Rows:
     """What a decode step asks of the pools: rows written and gathered and attention, for 32 layers."""
-    batch, context, depth = (2, 16, 2) if board.dry else (64, 1024, 32)
+    batch, context, depth = (2, 16, 2) if board.little else (64, 1024, 32)
     what = f"decode of {batch}, context {context}: set_kv, gather_kv and SDPA of {depth} layers"
 
     def one() -> None:
@@ -843,7 +844,7 @@ def card(board: Board) -> Rows:
             side.capture()
             found["an empty kernel"] = f"{statistics.median(side.device_us() for _ in range(7)):.2f} us"
             found["its launch"] = f"{side.host_us(200, 0):.2f} us of the host"
-        small = torch.randn(8, device="cuda")
+        small = torch.randn(8, device=board.device)
         found["zero_ of 8"] = f"{event_us(lambda _: small.zero_(), 200):.2f} us in a burst"
         print(found, flush=True)
         records.add("ceilings", **found)

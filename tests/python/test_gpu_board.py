@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +20,14 @@ import package
 import pytest
 import records
 import report
-from board_measure import OURS, Board, Target
+import torch
+from board_measure import OURS, Board, Side, Target
 from steps import FAILED, OK, Result, Step
 
 import kvpool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,6 +75,109 @@ def test_a_wrong_row_of_a_peer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     _, make = next(iter(board_rows.write_rows(Board(dry=True, quick=False))))
     with pytest.raises(AssertionError, match="results of index_put differ"):
         make()
+
+
+class FakeEvent:
+    """An event of a device that has done everything at once."""
+
+    def __init__(self, **_options: bool) -> None:
+        self.seconds = 0.0
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return (end.seconds - self.seconds) * 1e3
+
+
+class FakeStream:
+    def wait_stream(self, other: FakeStream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class FakeGraph:
+    def replay(self) -> None:
+        time.sleep(1e-5)
+
+
+def replace_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the board calls of PyTorch's GPU, without one."""
+    for name, fake in {
+        "Event": FakeEvent,
+        "Stream": FakeStream,
+        "CUDAGraph": FakeGraph,
+        "current_stream": FakeStream,
+        "stream": lambda _: nullcontext(),
+        "graph": lambda _graph, stream: nullcontext(stream),
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+
+
+@pytest.mark.parametrize("group", board_rows.GROUPS)
+def test_every_row_can_be_timed(
+    group: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: Callable[[str], list[dict[str, Any]]]
+) -> None:
+    monkeypatch.setattr(board_peers, "SGLANG", tmp_path / "none")
+    board_peers.sglang.cache_clear()
+    replace_cuda(monkeypatch)
+    one = Board(dry=True, quick=True)
+    one.dry = False
+    for _, make in board_rows.GROUPS[group][1](one):
+        make()
+    lines = [board.cells(line) for line in told("line")]
+    assert bool(lines) == (group != "card")
+    assert all(line["ours_us"] > 0 for line in told("line"))
+    if group == "card":
+        assert set(told("ceilings")[0]) >= {"d2d", "zeros", "h2d", "d2h", "zero_ of 8"}
+    if group == "tier":
+        assert [(line[0], line[2], line[5]) for line in lines] == [
+            ("save of 128 tokens, pages of 16", "the copy engine", "ratio >= 0.93"),
+            ("save of 128 tokens, pages of 16, beside a matmul", "limit", "<= 32 us"),
+            ("matmul of 8192^3 beside the save of 128 tokens, pages of 16", "alone", "ratio >= 0.95"),
+            ("load of 128 tokens, pages of 16", "the copy engine", "ratio >= 0.93"),
+            ("load of 128 tokens, pages of 16, beside a matmul", "limit", "<= 32 us"),
+            ("matmul of 8192^3 beside the load of 128 tokens, pages of 16", "alone", ""),
+            ("save of 128 tokens, pages of 16, time of the host", "limit", "<= 300 us"),
+        ]
+    if group == "writes":
+        assert {(line[2], line[5]) for line in lines if line[0].endswith("device")} == {
+            ("index_put", "ratio >= 1.00"),
+            ("index_copy_", "ratio >= 1.00"),
+        }
+
+
+def test_a_peer_that_cannot_be_captured_is_named(
+    monkeypatch: pytest.MonkeyPatch, told: Callable[[str], list[dict[str, Any]]]
+) -> None:
+    replace_cuda(monkeypatch)
+    one = Board(dry=True, quick=True)
+    one.dry = False
+
+    def refuse() -> None:
+        raise RuntimeError("not in a capture")
+
+    sides: dict[str, Any] = {OURS: [lambda: None], "other": [lambda: None]}
+    monkeypatch.setattr(
+        Side, "capture", lambda self: refuse() if self.calls == sides["other"] else capture(self)
+    )
+    one.compare("row", sides)
+    assert [record["why"] for record in told("missing")] == ["RuntimeError: not in a capture"]
+    assert {line["peer"] for line in told("line")} == {""}
+    sides[OURS] = sides["other"]
+    with pytest.raises(RuntimeError, match="not in a capture"):
+        one.compare("row", sides)
+
+
+capture = Side.capture
 
 
 def test_sizes_of_a_quick_run() -> None:
