@@ -434,7 +434,7 @@ gpu-rehearsal: $(GPU_PACKAGE) $(DRIVER) $(GPU_VENV)/.installed
 
 $(GPU_VENV)/.installed: $(BIN)/python
 	mkdir -p $(GPU_VENV)
-	if $(BIN)/uv python find --no-python-downloads $(GPU_PYTHON) >/dev/null; then \
+	if $(BIN)/uv python find --no-python-downloads $(GPU_PYTHON) >/dev/null 2>&1; then \
 	    $(BIN)/uv venv --quiet --clear --no-python-downloads --python $(GPU_PYTHON) $(GPU_VENV) && \
 	    $(BIN)/uv pip install --quiet --python $(GPU_VENV)/bin/python $(GPU_VERSIONS); \
 	    else echo "skipped, as there is no Python $(GPU_PYTHON)"; fi

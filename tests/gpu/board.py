@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import records
 import report
 from board_peers import NO_FLASHINFER
-from steps import FAILED, OK, Result, Runner, Step
+from steps import OK, Result, Runner, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -110,24 +110,24 @@ def run_groups(arguments: argparse.Namespace) -> int:
     """Runs each group in a process, and keeps the board up to date."""
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    (out / "board.log").unlink(missing_ok=True)
     env = child_environment(is_dry=arguments.dry)
     options = [*(["--quick"] if arguments.quick else []), *(["--dry"] if arguments.dry else [])]
     if arguments.only:
         options += ["--only", arguments.only]
     command = [sys.executable, str(HERE), *options, "--group"]
-    compiling = None if arguments.dry else start([*command, "compile"], env, out / "compile.log")
+    compiling = None if arguments.dry else subprocess.Popen([*command, "compile"], env=env)
     results: list[Result] = []
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            runner = Runner(out / "board.log", Path(scratch), env, arguments.seconds)
+            runner = Runner(Path(scratch) / "log", Path(scratch), env, arguments.seconds)
             # Where nothing is timed, one process imports everything once.
             for name, limit in ({ALL: arguments.seconds} if arguments.dry else limits()).items():
                 more = {} if compiling is None or name != WITH_FLASHINFER else finished(compiling)
                 step = Step(name, "", (*command, name), limit, env=more)
-                results.append(runner.run(step))
+                result = runner.run(step)
+                results.append(result)
                 print(
-                    f"{results[-1].status}: {name}, {results[-1].seconds:.0f} s {results[-1].reason}",
+                    f"{result.output}{result.status}: {name}, {result.seconds:.0f} s {result.reason}",
                     flush=True,
                 )
                 found = collect(results)
@@ -136,9 +136,6 @@ def run_groups(arguments: argparse.Namespace) -> int:
     finally:
         if compiling is not None:
             compiling.kill()
-    for result in results:
-        if result.status == FAILED:
-            print(f"==== {result.step.name}", *result.output.splitlines()[-report.TAIL :], sep="\n")
     for one in found["missing"]:
         print(f"missing: {one['question']}: {one['peer']}: {one['why']}")
     for text in found["failed"]:
@@ -172,19 +169,13 @@ def child_environment(*, is_dry: bool) -> dict[str, str]:
     return env
 
 
-def start(command: Sequence[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts what runs beside the groups."""
-    with log.open("wb") as file:
-        return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
-
-
 def finished(compiling: subprocess.Popen[bytes], seconds: float = COMPILE_SECONDS) -> dict[str, str]:
     """Waits until FlashInfer is compiled; where it is not, the environment that says so to its rows."""
     try:
         status = compiling.wait(seconds)
     except subprocess.TimeoutExpired:
         return {NO_FLASHINFER: "it was not compiled in time"}
-    return {NO_FLASHINFER: f"it could not be compiled, exit status {status}: compile.log"} if status else {}
+    return {NO_FLASHINFER: f"it could not be compiled, exit status {status}"} if status else {}
 
 
 def run_group(arguments: argparse.Namespace) -> int:

@@ -239,14 +239,14 @@ def test_a_board_is_collected_from_its_groups() -> None:
     ("code", "why"),
     [
         ("", ""),
-        ("raise SystemExit(3)", "it could not be compiled, exit status 3: compile.log"),
+        ("raise SystemExit(3)", "it could not be compiled, exit status 3"),
         ("import time; time.sleep(60)", "it was not compiled in time"),
     ],
 )
 def test_rows_are_made_without_a_peer_that_does_not_compile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, why: str
+    monkeypatch: pytest.MonkeyPatch, code: str, why: str
 ) -> None:
-    process = board.start([sys.executable, "-S", "-c", code], dict(os.environ), tmp_path / "compile.log")
+    process = subprocess.Popen([sys.executable, "-S", "-c", code])
     found = board.finished(process, 1 if "sleep" in code else 60)
     process.kill()
     process.wait()
