@@ -437,6 +437,51 @@ class Prompts:
         self.their_last = self.theirs.alloc_decode(*self.their_lens, self.their_last)
 
 
+def admissions(board: Board, what: str, batch: int, tokens: int) -> None:
+    """Prompts from their lengths on the host to rows of the table."""
+    count, width = 20, 1024
+    prompts = Prompts(board, what, batch, tokens)
+    table = kvpool.ReqToTokenPool(batch * count, width, board.device)
+    planner = kvpool.BatchPlanner(table, prompts.ours, batch, batch * tokens, block_table=False)
+    groups = np.array(table.alloc(batch * count), np.int32).reshape(count, batch)
+
+    begun: list[Any] = []
+
+    def ours(group: Any) -> None:  # noqa: ANN401
+        begun.append(group)
+        planner.extend(group, prompts.none, prompts.full)
+
+    def back() -> None:
+        for group in begun:
+            planner.truncate(group, prompts.none)
+        begun.clear()
+
+    sides = {OURS: Side([partial(ours, group) for group in groups], back)}
+    lens = [torch.full((batch,), value) for value in (0, tokens, -1)]
+    pinned = lens if board.dry else [tensor.pin_memory() for tensor in lens]
+    written = torch.zeros(batch + 1, width, dtype=torch.int32, device=board.device)
+    numbers = torch.arange(1, batch + 1, device=board.device)
+    unread = torch.zeros_like(numbers)
+
+    def theirs() -> None:
+        none, full, last = (tensor.to(board.device, non_blocking=True) for tensor in pinned)
+        out = prompts.theirs.alloc_extend(none, lens[0], full, lens[1], last, batch * tokens)
+        arguments = (written, numbers, unread, none, full, full - none, out, width)
+        peers.sglang().write_table[(batch,)](*arguments)
+
+    if prompts.theirs:
+        sides["SGLang"] = Side([theirs], prompts.theirs.clear)
+
+    def same(_: str) -> bool:
+        prompts.theirs.clear()
+        ours(groups[0])
+        theirs()
+        rows = table.req_to_token.cpu()[groups[0].tolist()]
+        return equal((rows[:, :tokens], written.cpu()[1:, :tokens]))
+
+    board.compare(what, sides, same=same, device=False, calls=count)
+
+
 def slots_of_steps(board: Board) -> Rows:
     """The slots of prompts and of decode steps."""
     target = [Target("host", least=5.0, peer="SGLang")]
@@ -474,6 +519,8 @@ def slots_of_steps(board: Board) -> Rows:
     shape = (4, 48) if board.little else (32, 512)
     what = f"alloc_extend of {shape[0]} x {shape[1]}, pages of 16"
     yield what, partial(extend, what, *shape)
+    what = f"prompts of {shape[0]} x {shape[1]}, pages of 16: slots, table and lists"
+    yield what, partial(admissions, board, what, *shape)
     what = "alloc_decode of 256, pages of 16"
     yield what, partial(decode, what, 8 if board.little else 256)
 
