@@ -106,10 +106,10 @@ def flashinfer_page() -> Any:  # noqa: ANN401
     sys.path.insert(0, str(ROOT / "benches"))
     from peers import stand_ins
 
-    stand_ins.install(FLASHINFER_UNUSED)
     spec = importlib.machinery.PathFinder.find_spec("flashinfer")
     if spec is None or spec.submodule_search_locations is None:
         raise ModuleNotFoundError("FlashInfer is not installed")
+    stand_ins.install(FLASHINFER_UNUSED)
     major, minor = torch.cuda.get_device_capability()
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}a")
     package = types.ModuleType("flashinfer")

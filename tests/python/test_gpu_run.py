@@ -353,6 +353,8 @@ def test_plans_part_the_steps(tmp_path: Path) -> None:
         "probe",
         "captures",
         "tests with PyTorch",
+        "images",
+        "images, PTX",
         "exactness",
         "all other tests",
         "memcheck",

@@ -408,6 +408,7 @@ ENTRIES: dict[str, Entry] = {
     "HostTier.clear": Entry(lambda w: w.tier.clear(), WORKS),
     "HostTier.verify": Entry(lambda w: w.tier.verify(), WORKS),
     "HostTier.mem_bytes": Entry(lambda w: w.tier.mem_bytes(), WORKS),
+    "HostTier.staging_bytes": Entry(lambda w: w.tier.staging_bytes(), WORKS),
     "HostTier.wait_page_locked": Entry(lambda w: w.tier.wait_page_locked(), WORKS),
     "Lease.load": Entry(lambda w: w.loadable.load(), REFUSES),
     "Load.wait_layer": Entry(lambda w: w.load.wait_layer(0), WORKS),
