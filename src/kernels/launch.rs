@@ -465,8 +465,6 @@ impl Launcher {
         let area = staged.area();
         let filling = area.begin(stream)?;
         for batch in indices.chunks(staged.pieces_at_once()) {
-            let mut places: Vec<i32> = try_with_capacity(batch.len())?;
-            places.extend(batch.iter().map(|[_, piece]| *piece));
             let mut gathered: Vec<[i32; 2]> = try_with_capacity(batch.len())?;
             gathered.extend(batch.iter().zip(0..).map(|([page, _], at)| [*page, at]));
             let gather = |begin: usize| {
@@ -475,7 +473,7 @@ impl Launcher {
                 self.launch_page_copies(&gather, GATHERING_BLOCKS, filling)
             };
             let move_on = |begin: usize| {
-                staged.parts(&places, begin).try_for_each(|part| {
+                staged.parts(batch, begin).try_for_each(|part| {
                     let [source, target] = part?;
                     self.gpu.copy_2d(&target, &source, stream)
                 })

@@ -423,12 +423,12 @@ impl<'a> StagedCopy<'a> {
         KindCopy { target, ..*kind }
     }
 
-    /// Returns the parts of copies from the area, where the pieces begin at byte `begin`, to `places`: each is
-    /// as many pieces in a row as one copy may reach, as rows of bytes in the area and in the pieces. The
-    /// places ascend.
+    /// Returns the parts of the copy from the area, where the pieces of a batch begin at byte `begin`: each is as
+    /// many pieces in a row as one copy may reach, as rows of bytes in the area and in the pieces. Those of the
+    /// batch, pairs of page and piece, ascend.
     pub(super) fn parts<'b>(
         &self,
-        places: &'b [i32],
+        batch: &'b [[i32; 2]],
         begin: usize,
     ) -> impl Iterator<Item = Result<[BorrowedTensor<'a>; 2]>> + 'b
     where
@@ -436,14 +436,14 @@ impl<'a> StagedCopy<'a> {
     {
         let Self { pieces, staging } = *self;
         let number = |place: i32| unsigned(place.into());
-        let continues = move |before: &i32, next: &i32| {
+        let continues = move |[_, before]: &[i32; 2], [_, next]: &[i32; 2]| {
             before + 1 == *next && number(*next) % staging.pieces_together != 0
         };
         let mut at = 0;
-        places.chunk_by(continues).map(move |run| {
+        batch.chunk_by(continues).map(move |run| {
             let area = begin + at * pieces.stride;
             at += run.len();
-            let target = number(run[0]) * pieces.stride;
+            let target = number(run[0][1]) * pieces.stride;
             Ok([
                 pieces.rows_of(staging.area.region(), area, run.len())?,
                 pieces.rows_of(&pieces.region, target, run.len())?,

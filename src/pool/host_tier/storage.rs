@@ -265,8 +265,8 @@ impl Storage {
     /// that got one. `presence` says whether the device has a page.
     ///
     /// The pieces of all keys are held until [`Self::end_begun`], so that none of them is evicted for another
-    /// one: a page is of no use without those before it. The places ascend with the keys, as far as they lie
-    /// together one copy reaches many.
+    /// one: a page is of no use without those before it. The places ascend with the keys, so that one
+    /// copy reaches those that lie together.
     pub(super) fn begin<'a, I: Id>(
         &self,
         numbered: impl Iterator<Item = (&'a PageHash, I)>,
