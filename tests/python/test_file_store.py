@@ -720,9 +720,13 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_store(tmp_path: Path
         import os, sys, time
         import kvpool
         store = kvpool.FileStore({str(tmp_path)!r}, 1 << 20, page_bytes=4096)
+        reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(writer, b"!")
             time.sleep(60)
+        # A child that has not run yet still has what it inherits.
+        os.read(reader, 1)
         print(child, flush=True)
         os.kill(os.getpid(), 9)
     """
