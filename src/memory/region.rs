@@ -412,6 +412,30 @@ impl Region {
         Ok(())
     }
 
+    /// Writes computed values at byte `offset` of host memory.
+    ///
+    /// # Errors
+    /// Same as [`Region::write`].
+    ///
+    /// # Safety
+    /// Same as [`Region::write`].
+    #[inline]
+    pub(crate) unsafe fn write_each<T: Plain>(
+        &self,
+        offset: usize,
+        values: impl ExactSizeIterator<Item = T>,
+    ) -> Result<()> {
+        let count = values.len();
+        let address = self.host_address(offset, count.saturating_mul(size_of::<T>()))?.cast::<T>();
+        for (position, value) in values.take(count).enumerate() {
+            // SAFETY: `host_address` checked that all `count` lie in this region, which is live host memory.
+            let address = unsafe { address.add(position) };
+            // SAFETY: as above; a `Plain` value has no padding; the caller excludes races.
+            unsafe { address.write_unaligned(value) };
+        }
+        Ok(())
+    }
+
     /// Returns a copy of the `count` elements at byte `offset` of host memory.
     ///
     /// # Errors

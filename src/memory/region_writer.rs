@@ -37,6 +37,20 @@ impl RegionWriter {
         unsafe { self.region.write(offset, values) }
     }
 
+    /// Writes computed values at byte `offset`.
+    ///
+    /// # Errors
+    /// Same as [`RegionWriter::write`].
+    #[inline]
+    pub(crate) fn write_each<T: Plain>(
+        &mut self,
+        offset: usize,
+        values: impl ExactSizeIterator<Item = T>,
+    ) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { self.region.write_each(offset, values) }
+    }
+
     /// Fills `bytes` bytes at `offset` with `value`.
     ///
     /// # Errors

@@ -307,7 +307,7 @@ impl BatchPlanner {
     ///
     /// [`ErrorKind::StaleBuffer`]: crate::base::ErrorKind::StaleBuffer
     pub fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        self.state.lock().metadata().field(plan, field)
+        self.state.lock().field(plan, field)
     }
 
     /// Returns an array of a plan in host memory, a copy if the plan is on a device. `None` if the planner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import random
 import weakref
@@ -28,7 +29,7 @@ from kvpool import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 PAGE_SIZES = [1, 16, 64]
@@ -237,6 +238,32 @@ def test_unwanted_fields_are_none(page_size: int, name: str) -> None:
     assert getattr(plan, name) is None
     assert getattr(plan.host, name) is None
     assert pair.planner.stats()["bytes"] < wide(page_size).planner.stats()["bytes"]
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["tensor", "host"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_field_that_is_asked_for_late_is_in_every_later_plan(*, page_size: int, on_host: bool) -> None:
+    def read(plan: BatchPlan, name: str) -> Any:  # noqa: ANN401
+        return getattr(plan.host if on_host else plan, name)
+
+    def steps() -> Iterator[BatchPlan]:
+        table, allocator = pools(page_size)
+        planner = BatchPlanner(table, allocator, 4, 32)
+        rows = some(table.alloc(2))
+        yield some(planner.extend(rows, [0, 0], [3, 6]))
+        # As many tokens as requests, all of one of them.
+        yield some(planner.extend(rows, [3, 6], [5, 6]))
+        yield some(planner.decode(rows, [6, 7]))
+        yield some(planner.decode(rows, [8, 9], 2, pad_to=4))
+
+    for name, first in itertools.product(sorted({*TENSORS} - {"kv_indices", "block_table"}), range(4)):
+        kept = None
+        for step, (late, early) in enumerate(zip(steps(), steps(), strict=True)):
+            expected = read(early, name).tolist()
+            if step == first:
+                kept = read(late, name)
+            if kept is not None:
+                assert kept[: len(expected)].tolist() == expected[: len(kept)], (name, first, step)
 
 
 # extend and decode

@@ -52,6 +52,11 @@ impl Field {
         self as usize
     }
 
+    /// Returns whether the size of the field does not grow with the context.
+    pub(super) const fn is_small(self) -> bool {
+        !matches!(self, Self::KvIndices | Self::BlockTable)
+    }
+
     pub(super) const fn dtype(self) -> DType {
         match self {
             Self::SlotMapping => DType::I64,

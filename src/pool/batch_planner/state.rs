@@ -147,8 +147,13 @@ impl PlannerState {
         &self.metadata
     }
 
+    /// Returns an array of a plan: see [`PlanMetadata::field`].
+    pub(super) fn field(&mut self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
+        self.metadata.field(plan, field)
+    }
+
     /// Returns an array of a plan in host memory: see [`PlanMetadata::host_field`].
-    pub(super) fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
+    pub(super) fn host_field(&mut self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         self.metadata.host_field(&self.requests, plan, field)
     }
 

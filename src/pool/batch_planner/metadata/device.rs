@@ -71,7 +71,7 @@ impl PlanMetadata {
             pages: &pages,
             page_size: size.slots(),
             width: self.layout.width(),
-            tokens: self.small_fields.positions.len(),
+            tokens: self.small_fields.out_cache_loc.len(),
             kv_len: self.small_fields.kv_begin(padded_size),
         };
         let Executor::Device(launcher) = &self.executor else { return Ok(()) };

@@ -12,22 +12,27 @@ use super::PlanMetadata;
 
 impl PlanMetadata {
     pub(in crate::pool::batch_planner) fn field(
-        &self,
+        &mut self,
         plan: &Plan,
         field: Field,
     ) -> Result<Option<TensorView>> {
         self.check_current(plan, plan.number == self.plans)?;
+        if self.host_fields.is_none() {
+            self.small_fields.ask(field, &mut self.fields, &self.layout)?;
+        }
         self.layout.view(self.fields.region(), plan, field)
     }
 
     /// `requests` are those of the planner, with the pages that the plan lists.
     pub(in crate::pool::batch_planner) fn host_field(
-        &self,
+        &mut self,
         requests: &Requests,
         plan: &Plan,
         field: Field,
     ) -> Result<Option<TensorView>> {
         self.check_current(plan, plan.number == self.plans)?;
+        let host_fields = self.host_fields.as_mut().unwrap_or(&mut self.fields);
+        self.small_fields.ask(field, host_fields, &self.layout)?;
         let Some(host_fields) = &self.host_fields else {
             return self.layout.view(self.fields.region(), plan, field);
         };
