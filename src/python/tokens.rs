@@ -138,7 +138,18 @@ struct RawTokens<'a, T> {
 /// Elements copied at a time; they stay in the nearest cache.
 const BLOCK: usize = 1024;
 
-impl<'a, T: Copy + Default> RawTokens<'a, T> {
+/// Fills `to` with the elements that follow from `first` on, which need not be aligned.
+///
+/// # Safety
+/// As many elements as fill `to` are there, and `to` is not among them.
+unsafe fn copy_elements<T: Copy>(first: *const T, to: &mut [MaybeUninit<T>]) -> &[T] {
+    // SAFETY: the caller's promise.
+    unsafe { first.cast::<u8>().copy_to_nonoverlapping(to.as_mut_ptr().cast(), size_of_val(to)) };
+    // SAFETY: all of it was written just now.
+    unsafe { &*(std::ptr::from_mut(to) as *const [T]) }
+}
+
+impl<'a, T: Copy> RawTokens<'a, T> {
     fn of(borrowed: &'a BorrowedTensor<'a>) -> Self {
         Self { first: borrowed.address().cast(), count: borrowed.shape().numel(), borrowed }
     }
@@ -146,17 +157,14 @@ impl<'a, T: Copy + Default> RawTokens<'a, T> {
     /// Calls `look` with a copy of the elements of `range`, block by block, until it returns `false`.
     fn blocks(&self, range: Range<usize>, mut look: impl FnMut(&[T]) -> Result<bool>) -> Result<()> {
         assert!(range.end <= self.count && self.borrowed.is_contiguous(), "within the array");
-        let mut block = [T::default(); BLOCK];
+        let mut block = [const { MaybeUninit::uninit() }; BLOCK];
         let mut at = range.start;
         while at < range.end {
             let count = BLOCK.min(range.end - at);
             // SAFETY: `at` is within the array.
             let source = unsafe { self.first.as_ptr().add(at) };
-            // SAFETY: `count` elements from there on are too, and are aligned or copied as bytes.
-            unsafe {
-                source.cast::<u8>().copy_to_nonoverlapping(block.as_mut_ptr().cast(), count * size_of::<T>());
-            };
-            if !look(&block[..count])? {
+            // SAFETY: `count` elements from there on are too, and the block is ours.
+            if !look(unsafe { copy_elements(source, &mut block[..count]) })? {
                 return Ok(());
             }
             at += count;
@@ -165,7 +173,7 @@ impl<'a, T: Copy + Default> RawTokens<'a, T> {
     }
 }
 
-impl<T: Copy + Default + std::fmt::Debug> Tokens for RawTokens<'_, T>
+impl<T: Copy + std::fmt::Debug> Tokens for RawTokens<'_, T>
 where
     for<'b> &'b [T]: Tokens,
 {
@@ -260,9 +268,7 @@ impl RawKeys<'_, '_> {
         // SAFETY: the elements are within the array.
         let ours = unsafe { self.first.as_ptr().add(at).cast_const() };
         // SAFETY: that many elements follow, and `to` is not part of the array.
-        unsafe { ours.copy_to_nonoverlapping(to.as_mut_ptr().cast(), to.len()) };
-        // SAFETY: all of it was written just now.
-        unsafe { &*(std::ptr::from_mut(to) as *const [i64]) }
+        unsafe { copy_elements(ours, to) }
     }
 }
 
@@ -337,7 +343,7 @@ pub(super) fn slots_of(numbers: impl Iterator<Item = i64>, begin: usize) -> Resu
     Ok(slots)
 }
 
-impl<T: Copy + Default + Into<i64>> SlotSource for RawTokens<'_, T> {
+impl<T: Copy + Into<i64>> SlotSource for RawTokens<'_, T> {
     fn read(&self, at: usize, count: usize) -> Result<Vec<EngineSlot>> {
         let mut slots = try_with_capacity(count)?;
         if at + count > self.count {
