@@ -28,7 +28,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MODULES = ("plan", "rows", "table")
-HEADERS = ("convert.cuh", "params.cuh")
+HEADERS = ("convert.cuh", "params.cuh", "plan.cuh")
 # The conversions rely on IEEE 754: no fused or approximate operations, no subnormals flushed to zero.
 OPTIONS = (
     "--std=c++14",
