@@ -264,10 +264,10 @@ licences: $(BIN)/python
 	$(BIN)/python tests/packaging/linked.py licences
 
 # The committed PTX and machine code are what the kernels give, and every architecture takes the PTX without spills.
-kernel-lint: $(CUDA_TOOLS)/.installed
+kernel-lint: $(CUDA_TOOLS)/.installed $(CUDA_TOOLS)/cuda-12.1/.installed
 	$(BIN)/python src/kernels/generate.py --tools $(CUDA_TOOLS) --check
 
-kernels: $(CUDA_TOOLS)/.installed
+kernels: $(CUDA_TOOLS)/.installed $(CUDA_TOOLS)/cuda-12.1/.installed
 	$(BIN)/python src/kernels/generate.py --tools $(CUDA_TOOLS)
 
 # What the machine code allows on each architecture: computed, not measured.
@@ -537,6 +537,11 @@ $(DRIVER): $(DRIVER_SOURCES) $(BIN)/python
 $(CUDA_TOOLS)/.installed: $(BIN)/python
 	$(INSTALL) --no-deps --target $(CUDA_TOOLS) nvidia-cuda-nvrtc-cu12==12.0.76 \
 	    nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-nvcc==13.0.88
+	touch $@
+
+# The compiler for kernels with long parameters, beside the other of the same name.
+$(CUDA_TOOLS)/cuda-12.1/.installed: $(BIN)/python
+	$(INSTALL) --no-deps --target $(@D) nvidia-cuda-nvrtc-cu12==12.1.55
 	touch $@
 
 $(CUDA_TOOLS)/.disassembler: $(BIN)/python

@@ -1,10 +1,12 @@
 """Compiles the kernels to PTX and to machine code, and checks the committed files.
 
-The compiler is NVRTC 12.0, whose PTX every driver from CUDA 12.0 on can load; it needs no GPU. Each module is
-compiled for every device, and again for compute capability 9.0 and later. The PTX is assembled for the
-most used devices, so that their drivers need not compile it. The compiler and the assemblers come from PyPI:
+The compiler is NVRTC 12.0, whose PTX every driver from CUDA 12.0 on can load; it needs no GPU. Kernels with
+more than 4 KiB of parameters need NVRTC 12.1, and a driver that is not older. Each module is compiled for
+every device, and again for compute capability 9.0 and later. The PTX is assembled for the most used devices,
+so that their drivers need not compile it. The compilers and the assemblers come from PyPI:
 `pip install --no-deps --target TOOLS nvidia-cuda-nvrtc-cu12==12.0.76 nvidia-cuda-nvcc-cu12==12.9.86
-nvidia-cuda-nvcc==13.0.88`.
+nvidia-cuda-nvcc==13.0.88` and
+`pip install --no-deps --target TOOLS/cuda-12.1 nvidia-cuda-nvrtc-cu12==12.1.55`.
 
     python src/kernels/generate.py --tools TOOLS           writes the .ptx and .cubin files
     python src/kernels/generate.py --tools TOOLS --check   compares them
@@ -27,7 +29,8 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-MODULES = ("plan", "rows", "table")
+# The modules, with the versions of their PTX.
+MODULES = {"plan": "8.0", "plan_long": "8.1", "rows": "8.0", "table": "8.0"}
 HEADERS = ("convert.cuh", "params.cuh", "plan.cuh")
 # The conversions rely on IEEE 754: no fused or approximate operations, no subnormals flushed to zero.
 OPTIONS = (
@@ -39,9 +42,13 @@ OPTIONS = (
 # The target architectures, and the suffixes of their files: the first for every
 # device, the second for those with instructions for 8-bit floats.
 TARGETS = {70: ".ptx", 90: ".sm_90.ptx"}
-# What the oldest supported driver accepts; another compiler would write another version.
-HEAD = "\n.version 8.0\n.target sm_{}\n"
-NVRTC = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
+# The compiler for each version of PTX: what the oldest supported driver accepts, and the oldest one with long
+# parameters.
+COMPILERS = {
+    "8.0": "nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+    "8.1": "cuda-12.1/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+}
+HEAD = "\n.version {}\n.target sm_{}\n"
 ASSEMBLERS = ("nvidia/cuda_nvcc/bin/ptxas", "nvidia/cu13/bin/ptxas")
 # What is assembled with the first of them, and from the PTX for which architecture.
 CUBINS = {80: 70, 90: 90, 100: 90, 120: 90}
@@ -56,10 +63,11 @@ class GenerateError(Exception):
 
 
 class Compiler:
-    """NVRTC, loaded from the folder of its pip package."""
+    """NVRTC for a version of PTX, loaded from the folder of its pip package."""
 
-    def __init__(self, tools: Path) -> None:
-        path = tool(tools, NVRTC)
+    def __init__(self, tools: Path, version: str) -> None:
+        self._version = version
+        path = tool(tools, COMPILERS[version])
         try:
             self._lib = ctypes.CDLL(str(path))
         except OSError as error:
@@ -105,7 +113,7 @@ class Compiler:
             ptx = self._output("PTX", program)
         finally:
             self._call("nvrtcDestroyProgram", ctypes.byref(program))
-        head = HEAD.format(target)
+        head = HEAD.format(self._version, target)
         if head.encode() not in ptx:
             raise GenerateError(f"the PTX of {module}.cu is not of{head.replace(chr(10), ' ')}")
         return ptx
@@ -270,10 +278,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; fail on any difference")
     arguments = parser.parse_args()
     try:
-        compiler = Compiler(arguments.tools)
+        compilers = {version: Compiler(arguments.tools, version) for version in COMPILERS}
         compiled = {
-            HERE / f"{module}{end}": compiler.ptx(module, target)
-            for module in MODULES
+            HERE / f"{module}{end}": compilers[version].ptx(module, target)
+            for module, version in MODULES.items()
             for target, end in TARGETS.items()
         }
         if arguments.check:

@@ -64,12 +64,12 @@ static_assert(sizeof(Index) == 160, "as launch/params.rs has it");
 
 enum { INDEX_NARROW = 0, INDEX_WIDE = 1, INDEX_LISTED = 2 };
 
-/// Parameters of a kernel followed by numbers from the host, in the 4 KiB that every driver accepts. A list that is read
-/// in place needs no copy, and no memory that must stay valid until the kernel has run.
-template <typename Params>
+/// Parameters of a kernel followed by numbers from the host: `bytes` together, at first the 4 KiB that every driver
+/// accepts. A list that is read in place needs no copy, and no memory that must stay valid until the kernel has run.
+template <typename Params, i64 bytes = 4096>
 struct WithList {
     Params params;
-    i32 list[(4096 - sizeof(Params)) / sizeof(i32)];
+    i32 list[(bytes - sizeof(Params)) / sizeof(i32)];
 };
 
 /// Values of K or V to store in a buffer.

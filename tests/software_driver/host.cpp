@@ -114,10 +114,11 @@ static inline void for_each_thread(Coordinates grid, Coordinates block, Body bod
 
 template <typename Params>
 static constexpr size_t list_begin = sizeof(Params);
-template <typename Params>
-static constexpr size_t list_begin<WithList<Params>> = offsetof(WithList<Params>, list);
+template <typename Params, i64 bytes>
+static constexpr size_t list_begin<WithList<Params, bytes>> = sizeof(Params);
 
 #include "plan.cu"
+#include "plan_long.cu"
 #include "rows.cu"
 #include "table.cu"
 

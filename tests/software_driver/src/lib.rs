@@ -18,7 +18,8 @@
 //!
 //! The driver is used by preloading the library (`LD_PRELOAD`), or by a folder on `LD_LIBRARY_PATH` that has it as
 //! `libcuda.so.1`, the name that it bears inside. `control` has the functions that tests call. Of the environment it
-//! takes `KVPOOL_SOFTWARE_DEVICES` (how many; 2), `KVPOOL_SOFTWARE_VERSION` (like 11080; 13020),
+//! takes `KVPOOL_SOFTWARE_DEVICES` (how many; 2), `KVPOOL_SOFTWARE_VERSION` (like 11080; 13020, and kernels have at most
+//! 4,096 bytes of parameters before 12010),
 //! `KVPOOL_SOFTWARE_INIT_ERROR` (what `cuInit` answers; 0), `KVPOOL_SOFTWARE_SEED` (the order of blocks and threads, 0
 //! for the last first; 1), `KVPOOL_SOFTWARE_FREE_WAITS` (1 if freeing memory waits; 0), `KVPOOL_SOFTWARE_EXIT` (1 if the
 //! driver goes down when the process ends; 0), `KVPOOL_SOFTWARE_STREAMS` (`reused` if new streams get the handles of

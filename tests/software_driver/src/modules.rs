@@ -7,6 +7,12 @@ use crate::codes::{INVALID_HANDLE, INVALID_PTX, NO_BINARY_FOR_GPU, NOT_FOUND, Ou
 use crate::cubin::Cubin;
 use crate::kernels::{self, Kernel};
 
+/// The most bytes of a kernel's parameters: of old drivers and old PTX, and from these versions on.
+const SHORT_PARAMS: usize = 4096;
+const LONG_PARAMS: usize = 32_764;
+const LONG_SINCE_DRIVER: i32 = 12_010;
+const LONG_SINCE_PTX: (i32, i32) = (8, 1);
+
 struct Module {
     device: usize,
     /// Names and bytes of parameters.
@@ -115,7 +121,12 @@ fn read(text: &str, driver_version: i32, capability: (i32, i32)) -> Outcome<Hash
     if version > newest_ptx(driver_version) {
         return Err(UNSUPPORTED_PTX);
     }
-    text.split(".entry ").skip(1).map(entry).collect()
+    let entries: HashMap<_, _> = text.split(".entry ").skip(1).map(entry).collect::<Outcome<_>>()?;
+    let most = if version < LONG_SINCE_PTX { SHORT_PARAMS } else { LONG_PARAMS };
+    if entries.values().any(|bytes| *bytes > most) {
+        return Err(INVALID_PTX);
+    }
+    Ok(entries)
 }
 
 /// The name of an entry and the bytes of its only parameter, of the text behind `.entry`.
@@ -136,6 +147,11 @@ fn directive<'a>(text: &'a str, name: &str) -> Option<&'a str> {
 
 fn number(text: &str) -> Outcome<i32> {
     text.parse().map_err(|_| INVALID_PTX)
+}
+
+/// The most bytes of parameters that a driver of this version passes to a kernel.
+pub fn most_params(driver_version: i32) -> usize {
+    if driver_version < LONG_SINCE_DRIVER { SHORT_PARAMS } else { LONG_PARAMS }
 }
 
 /// The newest PTX that a driver of this version compiles.

@@ -5,18 +5,17 @@ use std::sync::Arc;
 use crate::capture::Status;
 use crate::codes::{
     BLOCKED, CAPTURE_IMPLICIT, CAPTURE_UNSUPPORTED, CAPTURED_EVENT, Code, DEINITIALIZED, INVALID_CONTEXT,
-    INVALID_HANDLE, INVALID_VALUE, NOT_READY, Outcome,
+    INVALID_HANDLE, INVALID_VALUE, NOT_READY, NOT_SUPPORTED, Outcome,
 };
 use crate::events::Recorded;
 use crate::kernels::BLOCK;
 use crate::ledger::LAUNCH;
+use crate::modules::most_params;
 use crate::state::{State, StreamHandles, is_down};
 use crate::streams::Position;
 use crate::threads::Mode;
 use crate::work::{Executor, Work};
 
-/// The most bytes of a kernel's parameters.
-const MOST_PARAMS: usize = 4096;
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: u32 = 1;
 
@@ -297,7 +296,8 @@ impl State {
         let is_grid = x > 0 && x <= i32::MAX.cast_unsigned() && y > 0 && y <= 65_535 && z == 1;
         check(is_grid && launch.block == [BLOCK, 1, 1] && launch.shared_bytes == 0, INVALID_VALUE)?;
         let bytes = function.kernel.params_bytes();
-        check(!launch.params.is_null() && bytes <= MOST_PARAMS, INVALID_VALUE)?;
+        check(bytes <= most_params(self.config.version), NOT_SUPPORTED)?;
+        check(!launch.params.is_null(), INVALID_VALUE)?;
         // SAFETY: a kernel of one parameter is launched with an array of one pointer to it.
         let source = unsafe { launch.params.read() };
         check(!source.is_null(), INVALID_VALUE)?;

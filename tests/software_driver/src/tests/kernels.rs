@@ -3,7 +3,8 @@ use std::ptr;
 
 use super::*;
 use crate::codes::{
-    INVALID_HANDLE, INVALID_IMAGE, INVALID_PTX, INVALID_VALUE, NO_BINARY_FOR_GPU, NOT_FOUND, UNSUPPORTED_PTX,
+    INVALID_HANDLE, INVALID_IMAGE, INVALID_PTX, INVALID_VALUE, NO_BINARY_FOR_GPU, NOT_FOUND, NOT_SUPPORTED,
+    UNSUPPORTED_PTX,
 };
 use crate::kernels;
 
@@ -81,14 +82,92 @@ fn kernels_run_late_with_the_parameters_of_the_call() {
 
 #[test]
 fn numbers_of_a_list_are_not_taken_for_addresses() {
-    for name in ["kvpool_plan", "kvpool_gather"] {
-        let (plain, listed) = (kernels::find(name), kernels::find(&format!("{name}_listed")));
-        let (plain, listed) = plain.zip(listed).expect("kernels");
-        let params: Vec<u128> = (0..256).collect();
-        assert_eq!(listed.params_bytes(), 4096);
+    for (name, listed, bytes) in [
+        ("kvpool_plan", "kvpool_plan_listed", 4096),
+        ("kvpool_plan", "kvpool_plan_long", 12_288),
+        ("kvpool_plan", "kvpool_plan_longest", 32_760),
+        ("kvpool_gather", "kvpool_gather_listed", 4096),
+    ] {
+        let (plain, listed) = kernels::find(name).zip(kernels::find(listed)).expect("kernels");
+        let params: Vec<u128> = (0..2048).collect();
+        assert_eq!(listed.params_bytes(), bytes);
         assert_eq!(listed.addresses(&params).count(), plain.params_bytes() / 8);
         assert!(listed.addresses(&params).eq(plain.addresses(&params)));
     }
+}
+
+const LONGEST: &CStr = c"kvpool_plan_longest";
+
+/// The kernel with the most parameters, of a cubin, which drivers of every version load.
+fn longest() -> usize {
+    let image = std::fs::read(format!("{KERNELS}/cubin/plan_long.sm_90.cubin")).unwrap_or_default();
+    let (mut module, mut function) = (0, 0);
+    ok(cuModuleLoadData(&raw mut module, image.as_ptr().cast()));
+    ok(cuModuleGetFunction(&raw mut function, module, LONGEST.as_ptr()));
+    ok(cuFuncLoad(function));
+    function
+}
+
+/// Launches it for a plan without requests: only the ends of the offsets are written, to `out` and behind.
+fn launch_longest(function: usize, out: u64, ends: [u32; 2], stream: usize) -> i32 {
+    let mut params = vec![0; 32_760 / 8];
+    params[9..11].copy_from_slice(&[out, out + 4]);
+    params[16] = u64::from(ends[1]) << 32 | u64::from(ends[0]);
+    let params = [params.as_ptr().cast::<u8>()];
+    cuLaunchKernel(function, 1, 1, 1, 256, 1, 1, 0, stream, params.as_ptr(), ptr::null())
+}
+
+#[test]
+fn drivers_from_12_1_on_take_long_parameters() {
+    let _fresh = FreshDriver::with_context();
+    let (function, out) = (longest(), allocate(8));
+    state().config.version = 12_000;
+    assert_eq!(launch_longest(function, out, [5, 9], 0), NOT_SUPPORTED);
+    assert_eq!(soft_pending(0), 0);
+    state().config.version = 12_010;
+    ok(launch_longest(function, out, [5, 9], 0));
+    ok(cuStreamSynchronize(0));
+    assert_eq!(peek(out), [5, 0, 0, 0, 9, 0, 0, 0]);
+}
+
+#[test]
+fn a_graph_has_a_copy_of_long_parameters() {
+    let _fresh = FreshDriver::with_context();
+    let (function, out, side) = (longest(), allocate(8), stream());
+    ok(soft_begin_capture(side));
+    ok(launch_longest(function, out, [6, 9], side));
+    let graph = soft_end_capture(side);
+    for _ in 0..2 {
+        ok(launch_longest(function, out, [7, 9], side));
+        ok(cuStreamSynchronize(side));
+        assert_eq!(peek::<1>(out), [7]);
+        ok(soft_replay(graph, side));
+        ok(cuStreamSynchronize(side));
+        assert_eq!(peek::<1>(out), [6]);
+    }
+}
+
+#[test]
+fn ptx_declares_what_its_version_allows() {
+    let _fresh = FreshDriver::with_context();
+    for (version, bytes, code) in [
+        ("8.0", 4096, SUCCESS),
+        ("8.0", 4104, INVALID_PTX),
+        ("8.1", 4104, SUCCESS),
+        ("8.1", 32_760, SUCCESS),
+        ("8.1", 32_768, INVALID_PTX),
+    ] {
+        let head = format!(".version {version}\n.target sm_70\n.address_size 64\n");
+        let text = format!("{head}.visible .entry a(\n\t.param .align 8 .b8 a_param_0[{bytes}]\n)");
+        let ptx = CString::new(text).unwrap_or_default();
+        assert_eq!(load(&ptx).0, code, "{bytes} bytes in PTX {version}");
+    }
+    let long = CString::new(std::fs::read(format!("{KERNELS}/plan_long.ptx")).unwrap_or_default());
+    let long = long.unwrap_or_default();
+    state().config.version = 12_000;
+    assert_eq!(load(&long).0, UNSUPPORTED_PTX);
+    state().config.version = 12_010;
+    ok(load(&long).0);
 }
 
 #[test]
