@@ -1,5 +1,5 @@
-//! The operations on a GPU: parameters for the kernels of `plan.cu`, `rows.cu` and `table.cu`, one launch per
-//! call.
+//! The operations on a GPU: parameters for the kernels of `plan.cu`, `plan_long.cu`, `rows.cu` and `table.cu`,
+//! one launch per call.
 //!
 //! The structures are those of `params.cuh`. Everything that the host can check is checked before a launch.
 //! Kernels check the indices that only the device has, and [`Launcher::take_fault`] reports the invalid
@@ -233,8 +233,7 @@ impl Launcher {
         params: impl FnOnce(Arrays<'_>) -> Result<P>,
     ) -> Result<()> {
         if WithList::<P>::fits(arrays) {
-            let params = WithList::new(params(Arrays::Listed)?, arrays);
-            return self.launch(kernel.listed, grid, &params, stream);
+            return self.launch_with_list(kernel.listed, grid, arrays, stream, params(Arrays::Listed)?);
         }
         self.ring
             .upload(arrays, stream, |ranges| {
@@ -242,6 +241,20 @@ impl Launcher {
                 self.launch(kernel.copied, grid, &params, stream)
             })
             .map(|_| ())
+    }
+
+    /// Launches a kernel that takes `arrays`, which fit, behind its parameters.
+    // The stack of its callers does not grow by the list.
+    #[inline(never)]
+    fn launch_with_list<P, const WORDS: usize>(
+        &self,
+        kernel: TypedFunction<WithList<P, WORDS>>,
+        grid: [u32; 2],
+        arrays: &[&[i32]],
+        stream: Stream,
+        params: P,
+    ) -> Result<()> {
+        WithList::with(params, arrays, |params| self.launch(kernel, grid, params, stream))
     }
 
     /// Launches `kernel` with the parameters that `params` makes from `numbers`.
@@ -490,8 +503,8 @@ impl Launcher {
         for indices in plan.indices.chunks(MAX_PAGES) {
             let (groups, [blocks, _]) = groups.for_rows(indices.len())?;
             let params = PagesParams { count: signed(indices.len()), blocks: blocks.into(), groups, targets };
-            let params = WithList::new(params, &[indices.as_flattened()]);
-            self.launch(self.kernels.copy_pages, [blocks.min(max_blocks), 1], &params, stream)?;
+            let (grid, list) = ([blocks.min(max_blocks), 1], [indices.as_flattened()]);
+            self.launch_with_list(self.kernels.copy_pages, grid, &list, stream, params)?;
         }
         Ok(())
     }
@@ -669,8 +682,8 @@ impl Launcher {
                 page_size: int32(grown.page_size),
                 is_wide: i32::from(out.dtype() == DType::I64),
             };
-            let params = WithList::new(params, &[offsets, indptr]);
-            self.launch(self.kernels.continue_pages, [blocks(offsets.len())?, 1], &params, stream)
+            let grid = [blocks(offsets.len())?, 1];
+            self.launch_with_list(self.kernels.continue_pages, grid, &[offsets, indptr], stream, params)
         });
         last_loc.record_stream(stream);
         launched

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import devices
@@ -173,7 +175,9 @@ def test_a_long_run_of_steps_waits_for_nothing(driver: Driver) -> None:
 
 def batch(requests: int) -> tuple[Pair, list[int], list[int]]:
     """Requests that have decoded one token."""
-    pair = Pair(4096, 1, max_reqs=requests, max_context_len=16, max_batch_size=requests, max_tokens=1024)
+    size = max(4096, 12 * requests)
+    tokens = max(1024, 5 * requests)
+    pair = Pair(size, 1, max_reqs=requests, max_context_len=16, max_batch_size=requests, max_tokens=tokens)
     lens = [1 + row % 5 for row in range(requests)]
     rows = pair.start(*lens)
     lens = [length + 1 for length in lens]
@@ -181,34 +185,99 @@ def batch(requests: int) -> tuple[Pair, list[int], list[int]]:
     return pair, rows, lens
 
 
-def test_a_decode_step_of_64_requests_is_four_driver_calls(driver: Driver) -> None:
-    pair, rows, lens = batch(64)
+KERNELS = {
+    "kvpool_plan_listed": (4096 - 136) // 4,
+    "kvpool_plan_long": (12_288 - 136) // 4,
+    "kvpool_plan_longest": (32_760 - 136) // 4,
+}
+"""The numbers that the kernels of a step have room for, behind their parameters: nine for each request, and
+its new pages."""
+
+
+def kernel_of(numbers: int, *, has_long: bool = True) -> str:
+    """The kernel that takes a step of so many numbers, with its launch or else copied."""
+    fits = [name for name, room in KERNELS.items() if numbers <= room and (has_long or room < 1024)]
+    return fits[0] if fits else "kvpool_plan"
+
+
+@pytest.mark.parametrize("requests", [64, 256, 815])
+def test_a_decode_step_is_four_driver_calls(driver: Driver, requests: int) -> None:
+    pair, rows, lens = batch(requests)
     driver.run()
     driver.reset_calls()
     plan = some(pair.planner.decode(rows, [length + 1 for length in lens]))
     names = {"cuCtxGetCurrent": 2, "cuStreamIsCapturing": 1, "cuLaunchKernel": 1}
     assert {name: driver.calls(name) for name in names} == names
-    assert driver.calls("launch:kvpool_plan_listed") == 1
+    assert driver.calls(f"launch:{kernel_of(10 * requests)}") == 1
     assert driver.calls() == sum(names.values())
     compare_plans(plan, pair.describe([(row, n, n + 1) for row, n in zip(rows, lens, strict=True)]), "cuda")
 
 
-@pytest.mark.parametrize("requests", [1, 98, 99, 100, 256])
-def test_a_large_step_is_copied_and_the_same(driver: Driver, requests: int) -> None:
+def compare_large_steps(driver: Driver, requests: int, *, has_long: bool = True) -> None:
+    """Whatever takes their numbers to the device, the plans of many requests are right."""
     pair, rows, lens = batch(requests)
     driver.run()
-    for tokens in (1, 2, 3):
+    for tokens in (1, 2, 5):
         lens = [length + tokens for length in lens]
         driver.reset_calls()
         plan = some(pair.planner.decode(rows, lens, tokens))
-        # Nine numbers and a page for each token of a request, in what parameters leave of 4 KiB.
-        one_launch(driver, copies=int(requests * (9 + tokens) > (4096 - 136) // 4))
+        kernel = kernel_of(requests * (9 + tokens), has_long=has_long)
+        one_launch(driver, copies=int(kernel == "kvpool_plan"))
+        assert driver.calls(f"launch:{kernel}") == 1
         real = [(row, n - tokens, n) for row, n in zip(rows, lens, strict=True)]
         compare_plans(plan, pair.describe(real), "cuda")
 
 
+def compare_long_prompts(driver: Driver, *, has_long: bool = True) -> None:
+    """The same of prompts whose pages fill the parameters, or are one too many."""
+    pair = Pair(8192, 1, max_context_len=8192, max_tokens=8192)
+    for room in KERNELS.values():
+        for numbers in (room, room + 1):
+            [row], tokens = pair.rows(1), numbers - 9
+            driver.run()
+            driver.reset_calls()
+            plan = some(pair.planner.extend([row], [0], [tokens]))
+            kernel = kernel_of(numbers, has_long=has_long)
+            one_launch(driver, copies=int(kernel == "kvpool_plan"))
+            assert driver.calls(f"launch:{kernel}") == 1
+            compare_plans(plan, pair.describe([(row, 0, tokens)]), "cuda")
+            pair.planner.finish([row])
+
+
+@pytest.mark.parametrize("requests", [1, 98, 99, 100, 217, 218, 256, 303, 304, 582, 583, 815, 816])
+def test_a_large_step_travels_with_the_launch_or_is_copied(driver: Driver, requests: int) -> None:
+    compare_large_steps(driver, requests)
+
+
+def test_a_long_prompt_travels_with_the_launch_or_is_copied(driver: Driver) -> None:
+    compare_long_prompts(driver)
+
+
+@pytest.mark.parametrize("version", [12_000, 12_010])
+def test_older_drivers_get_the_parameters_that_they_accept(
+    driver: Driver, run_snippet: RunSnippet, version: int
+) -> None:
+    driver.run()
+    has_long = version >= 12_010
+    code = f"""
+    import os
+    os.environ["KVPOOL_SOFTWARE_VERSION"] = "{version}"
+    sys.path[:0] = {[path for path in sys.path if path.startswith(str(Path(__file__).parent))]}
+    import devices, test_batch_planner_cuda as tests
+    from software import Driver, SoftwareTorch
+
+    with SoftwareTorch(), devices.on("cuda"):
+        driver = Driver()
+        for requests in (99, 100, 256, 303, 304, 815, 816):
+            tests.compare_large_steps(driver, requests, has_long={has_long})
+        tests.compare_long_prompts(driver, has_long={has_long})
+        print(driver.calls())
+    """
+    assert int(run_snippet(code, has_torch=True)) > 0
+
+
 def test_a_large_step_within_a_capture_is_refused_as_a_small_one(driver: Driver) -> None:
-    for requests in (2, 256):
+    for requests in (2, 256, 815):
         pair, rows, lens = batch(requests)
         driver.run()
         stream = driver.stream()
@@ -239,14 +308,16 @@ def test_finish_and_fork_wait_for_nothing(driver: Driver) -> None:
     assert_no_wait(driver)
 
 
-def test_a_batch_of_long_cached_prefixes_is_one_copy_and_one_launch(driver: Driver) -> None:
-    pair = Pair(4096, 1, max_context_len=300, max_tokens=16)
+@pytest.mark.parametrize("requests", [3, 8, 28])
+def test_a_batch_of_long_cached_prefixes_is_one_launch(driver: Driver, requests: int) -> None:
+    pair = Pair(16_384, 1, max_reqs=28, max_batch_size=28, max_context_len=300, max_tokens=32)
     cached = pair.slots(290).tolist()
-    rows = pair.rows(8)
+    rows = pair.rows(requests)
     driver.run()
     driver.reset_calls()
-    plan = some(pair.planner.extend(rows, [290] * 8, [291] * 8, [cached] * 8))
-    one_launch(driver, copies=1)
+    lens = [290] * requests, [291] * requests
+    plan = some(pair.planner.extend(rows, *lens, [cached] * requests))
+    one_launch(driver, copies=int(300 * requests > KERNELS["kvpool_plan_longest"]))
     compare_plans(plan, pair.describe([(row, 290, 291) for row in rows]), "cuda")
     assert all(pair.row_of(row, 290) == cached for row in rows)
 

@@ -1127,16 +1127,17 @@ def test_kernels_load_from_the_first_image_that_suits(driver: Driver, run_snippe
         refused, *made, end = line.split(";")
         assert refused.startswith(f"NO {images} cuModuleLoadData failed")
         assert last[images - 1] in refused
-        # As many loads as images are refused, and one for each of the three files.
-        assert made[0] == f"made {images - 1 + 3}"
+        # As many loads as images are refused, and one for each of the four files.
+        assert made[0] == f"made {images - 1 + 4}"
         assert len(made) == images
         assert all(each.startswith("made") for each in made)
         assert not end
 
 
+@pytest.mark.parametrize("version", [12_000, 12_010, 13_020])
 @pytest.mark.parametrize(("value", "images"), [("", "cubin"), ("cubin", "cubin"), (" ptx ", "ptx")])
 def test_the_environment_chooses_the_kind_of_image(
-    driver: Driver, run_snippet: RunSnippet, value: str, images: str
+    driver: Driver, run_snippet: RunSnippet, value: str, images: str, version: int
 ) -> None:
     driver.run()
     code = """
@@ -1149,8 +1150,11 @@ def test_the_environment_chooses_the_kind_of_image(
     soft = ctypes.CDLL(None)
     print(table.req_to_token[row].tolist(), soft.soft_calls(b"load:cubin"), soft.soft_calls(b"load:ptx"))
     """
-    counts = "3 0" if images == "cubin" else "0 3"
-    said = run_snippet(code, hidden=["torch"], env={"KVPOOL_KERNELS": value})
+    # One of four files is for kernels with parameters that older drivers do not take.
+    files = 4 if version >= 12_010 else 3
+    counts = f"{files} 0" if images == "cubin" else f"0 {files}"
+    env = {"KVPOOL_KERNELS": value, "KVPOOL_SOFTWARE_VERSION": str(version)}
+    said = run_snippet(code, hidden=["torch"], env=env)
     assert said == f"[5, 6, 7, 0] {counts}\n"
 
 
@@ -1183,6 +1187,28 @@ def test_an_unknown_kind_of_image_is_refused_and_may_be_corrected(
     )
     os.environ["KVPOOL_KERNELS"] = "ptx"
     make()
-    assert soft.soft_calls(b"load:ptx") == 3
+    assert soft.soft_calls(b"load:ptx") == 4
     """
     run_snippet(code, hidden=["torch"])
+
+
+def test_a_pool_is_made_again_after_its_driver_did_not_tell_its_version(
+    driver: Driver, run_snippet: RunSnippet
+) -> None:
+    driver.run()
+    code = """
+    import ctypes
+    from kvpool import DriverError, ReqToTokenPool
+
+    soft = ctypes.CDLL(None)
+    # The first call looks whether the driver is too old, and goes on if it does not tell.
+    soft.soft_fail(b"cuDriverGetVersion", ctypes.c_long(1), 999)
+    soft.soft_fail(b"cuDriverGetVersion", ctypes.c_long(2), 999)
+    try:
+        ReqToTokenPool(4, 8, "cuda")
+    except DriverError as error:
+        print(error)
+    ReqToTokenPool(4, 8, "cuda")
+    """
+    said = run_snippet(code, hidden=["torch"])
+    assert said == "cuDriverGetVersion failed with CUDA_ERROR_UNKNOWN (999)\n"

@@ -72,6 +72,8 @@ macro_rules! compiled {
 }
 
 pub(super) const PLAN: Compiled = compiled!("plan");
+/// For drivers from [`LONG_PARAMS_SINCE`](super::numbers::LONG_PARAMS_SINCE) on.
+pub(super) const PLAN_LONG: Compiled = compiled!("plan_long");
 pub(super) const ROWS: Compiled = compiled!("rows");
 pub(super) const TABLE: Compiled = compiled!("table");
 
@@ -106,5 +108,19 @@ impl Compiled {
         }
         let newer = ((major, minor) >= (9, 0)).then(|| ptx(self.ptx_90));
         Ok(cubin.into_iter().chain(newer).chain([ptx(self.ptx)]).collect())
+    }
+}
+
+#[cfg(test)]
+impl Compiled {
+    /// Returns the bytes of parameters of each kernel, as the PTX for every device declares them.
+    pub(super) fn params_bytes(&self) -> Vec<(&str, usize)> {
+        let entry = |text: &'static str| {
+            let (name, rest) = text.split_once('(').expect("a name");
+            let (_, rest) = rest.split_once('[').expect("an array of bytes");
+            let (bytes, _) = rest.split_once(']').expect("its length");
+            (name.trim(), bytes.parse().expect("a number"))
+        };
+        self.ptx.split(".entry ").skip(1).map(entry).collect()
     }
 }

@@ -9,8 +9,8 @@ use crate::base::sync::lock;
 use crate::base::{Device, Result};
 use crate::memory::{Function, Gpu};
 
-use super::images::{Compiled, PLAN, ROWS, TABLE};
-use super::numbers::WithList;
+use super::images::{Compiled, PLAN, PLAN_LONG, ROWS, TABLE};
+use super::numbers::{LONG_PARAMS, LONG_PARAMS_SINCE, LONGEST_PARAMS, WithList};
 use super::params::{
     ContinueParams, GatherParams, KvIndicesParams, MoveParams, OrderParams, PagesParams, PlanParams,
     PointsParams, RaggedParams, ReadParams, StoreParams, ZeroParams,
@@ -75,11 +75,30 @@ impl<P> fmt::Debug for Kernel<P> {
     }
 }
 
+/// The kernels for plans with longer parameters than those of [`Kernel`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LongPlan {
+    pub(super) long: TypedFunction<WithList<PlanParams, LONG_PARAMS>>,
+    pub(super) longest: TypedFunction<WithList<PlanParams, LONGEST_PARAMS>>,
+}
+
+impl LongPlan {
+    /// Returns the kernels, if the driver accepts their parameters.
+    fn load(gpu: &Gpu) -> Result<Option<Self>> {
+        if gpu.driver_version()? < LONG_PARAMS_SINCE {
+            return Ok(None);
+        }
+        let [long, longest] = load(gpu, &PLAN_LONG, [c"kvpool_plan_long", c"kvpool_plan_longest"])?;
+        Ok(Some(Self { long: TypedFunction::new(long), longest: TypedFunction::new(longest) }))
+    }
+}
+
 /// The kernels, loaded on one device.
 #[derive(Debug)]
 pub(super) struct Kernels {
     device: Device,
     pub(super) plan: Kernel<PlanParams>,
+    pub(super) long_plan: Option<LongPlan>,
     pub(super) store: Kernel<StoreParams>,
     pub(super) gather: Kernel<GatherParams>,
     pub(super) copy: Kernel<MoveParams>,
@@ -102,6 +121,7 @@ impl Kernels {
             return Ok(Arc::clone(kernels));
         }
         let [plan, plan_listed] = load(gpu, &PLAN, [c"kvpool_plan", c"kvpool_plan_listed"])?;
+        let long_plan = LongPlan::load(gpu)?;
         let rows = [
             c"kvpool_store",
             c"kvpool_store_listed",
@@ -151,6 +171,7 @@ impl Kernels {
         let kernels = Arc::new(Self {
             device: gpu.device(),
             plan: Kernel::new(plan, plan_listed),
+            long_plan,
             store: Kernel::new(store, store_listed),
             gather: Kernel::new(gather, gather_listed),
             copy: Kernel::new(copy, copy_listed),
@@ -170,4 +191,46 @@ impl Kernels {
 
 fn load<const N: usize>(gpu: &Gpu, compiled: &Compiled, names: [&CStr; N]) -> Result<[Function; N]> {
     gpu.load(&compiled.images(gpu)?, names)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::kernels::launch::numbers::PARAMS;
+
+    /// The bytes of the parameter of `P` alone, and of that with a list of the usual length.
+    fn both<P>(name: &'static str, listed: &'static str) -> [(&'static str, usize); 2] {
+        [(name, size_of::<P>()), (listed, PARAMS * size_of::<i32>())]
+    }
+
+    /// A driver reads as many bytes of the parameters as a kernel declares.
+    #[test]
+    fn parameters_are_as_long_as_kernels_declare() {
+        let mut expected: BTreeMap<&str, usize> = [
+            both::<PlanParams>("kvpool_plan", "kvpool_plan_listed"),
+            both::<StoreParams>("kvpool_store", "kvpool_store_listed"),
+            both::<GatherParams>("kvpool_gather", "kvpool_gather_listed"),
+            both::<MoveParams>("kvpool_move", "kvpool_move_listed"),
+            both::<OrderParams>("kvpool_move_in_order", "kvpool_move_in_order_listed"),
+            both::<ZeroParams>("kvpool_zero", "kvpool_zero_listed"),
+            both::<PointsParams>("kvpool_write_points", "kvpool_write_points_listed"),
+            both::<RaggedParams>("kvpool_write_ragged", "kvpool_write_ragged_listed"),
+            both::<KvIndicesParams>("kvpool_kv_indices", "kvpool_kv_indices_listed"),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
+        expected.extend([
+            ("kvpool_plan_long", LONG_PARAMS * size_of::<i32>()),
+            ("kvpool_plan_longest", LONGEST_PARAMS * size_of::<i32>()),
+            ("kvpool_copy_pages", PARAMS * size_of::<i32>()),
+            ("kvpool_continue_pages", PARAMS * size_of::<i32>()),
+            ("kvpool_read_indices", size_of::<ReadParams>()),
+        ]);
+        let declared = [PLAN, PLAN_LONG, ROWS, TABLE];
+        let declared: BTreeMap<&str, usize> = declared.iter().flat_map(Compiled::params_bytes).collect();
+        assert_eq!(declared, expected);
+    }
 }

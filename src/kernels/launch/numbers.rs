@@ -2,6 +2,7 @@
 //! the launch or through a ring.
 
 use std::ffi::c_void;
+use std::mem::MaybeUninit;
 use std::ptr;
 
 use crate::base::bounded::{int32, signed};
@@ -34,34 +35,52 @@ pub(super) struct Index {
     strides: [i64; 8],
 }
 
-/// Bytes of parameters that every driver accepts, and the numbers that fit in them.
-const PARAMS_BYTES: usize = 4096;
-const MAX_LISTED: usize = PARAMS_BYTES / size_of::<i32>();
+/// The kernel parameters that every driver accepts, in words of four bytes.
+pub(super) const PARAMS: usize = 4096 / size_of::<i32>();
 
-/// `WithList`: kernel parameters followed by numbers from the host. It may be longer than the kernel's
-/// parameter.
+/// The version of CUDA from which on a driver accepts 32,764 bytes of kernel parameters.
+pub(super) const LONG_PARAMS_SINCE: (u32, u32) = (12, 1);
+
+/// Longer parameters, in words: those of a token more for each of 300 requests. A launch copies all that its
+/// kernel declares, so the usual large batches do not take the longest.
+pub(super) const LONG_PARAMS: usize = 12_288 / size_of::<i32>();
+
+/// The longest parameters, in words: a structure with addresses has a multiple of eight bytes.
+pub(super) const LONGEST_PARAMS: usize = 32_760 / size_of::<i32>();
+
+/// `WithList`: kernel parameters followed by numbers from the host. Together they are the kernel's `WORDS`
+/// words; this structure is longer.
 #[repr(C)]
-pub(super) struct WithList<P> {
+pub(super) struct WithList<P, const WORDS: usize = PARAMS> {
     params: P,
-    list: [i32; MAX_LISTED],
+    list: [MaybeUninit<i32>; WORDS],
 }
 
-impl<P> WithList<P> {
+impl<P, const WORDS: usize> WithList<P, WORDS> {
     /// The numbers that fit.
-    pub(super) const ROOM: usize = (PARAMS_BYTES - size_of::<P>()) / size_of::<i32>();
+    pub(super) const ROOM: usize = WORDS - size_of::<P>() / size_of::<i32>();
 
     /// Returns whether `arrays`, concatenated, fit behind the parameters.
     pub(super) fn fits(arrays: &[&[i32]]) -> bool {
         arrays.iter().map(|array| array.len()).sum::<usize>() <= Self::ROOM
     }
 
-    /// Creates `params` followed by `arrays`, which fit, concatenated.
-    pub(super) fn new(params: P, arrays: &[&[i32]]) -> Self {
-        let mut list = [0; MAX_LISTED];
-        for (place, number) in list.iter_mut().zip(arrays.iter().copied().flatten()) {
-            *place = *number;
+    /// Calls `work` with `params` followed by `arrays`, which fit, concatenated. To return them would move up to
+    /// 32 KiB.
+    #[inline]
+    pub(super) fn with<R>(params: P, arrays: &[&[i32]], work: impl FnOnce(&Self) -> R) -> R {
+        let mut made = Self { params, list: [const { MaybeUninit::uninit() }; WORDS] };
+        let mut rest = &mut made.list[..Self::ROOM];
+        for array in arrays {
+            let (places, behind) = rest.split_at_mut(array.len());
+            for (place, number) in places.iter_mut().zip(*array) {
+                place.write(*number);
+            }
+            rest = behind;
         }
-        Self { params, list }
+        // The launch copies the rest, too.
+        rest.fill(MaybeUninit::new(0));
+        work(&made)
     }
 }
 

@@ -9,6 +9,8 @@ use crate::memory::{Region, Stream};
 
 use super::Launcher;
 use super::grid::ragged_grid;
+use super::kernels::LongPlan;
+use super::numbers::{Arrays, LONG_PARAMS, LONGEST_PARAMS, PARAMS, WithList};
 use super::params::PlanParams;
 
 /// The fields of a plan on a device, as byte offsets into a region.
@@ -122,8 +124,8 @@ impl PlanBatch<'_> {
 
 impl Launcher {
     /// Writes the new slots of a batch to the table and all fields of its plan, in one launch on `stream`,
-    /// which the caller has checked not to be captured. A batch too large for the parameters of a launch is
-    /// copied first.
+    /// which the caller has checked not to be captured. A batch too large for the parameters that the driver
+    /// accepts is copied first.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more numbers than can be transferred at
@@ -142,7 +144,7 @@ impl Launcher {
         let at = |offset: usize| fields.region.at(offset, 0).map(NonNull::as_ptr);
         let some = |offset: Option<usize>| offset.map_or(Ok(std::ptr::null_mut()), at);
         let arrays = [numbers.as_flattened(), batch.pages];
-        let launched = self.launch_with_arrays(self.kernels.plan, grid, &arrays, stream, |arrays| {
+        let params = |arrays: Arrays<'_>| -> Result<PlanParams> {
             Ok(PlanParams {
                 requests: arrays.address(0),
                 pages: arrays.address(1),
@@ -165,8 +167,29 @@ impl Launcher {
                 tokens: int32(batch.tokens),
                 kv_len: int32(batch.kv_len),
             })
-        });
+        };
+        let launched = self.launch_plan(grid, &arrays, stream, params);
         table.region().record_stream(stream);
         launched
+    }
+
+    /// Works like [`Launcher::launch_with_arrays`], with the shortest parameters that are long enough.
+    fn launch_plan(
+        &self,
+        grid: [u32; 2],
+        arrays: &[&[i32]],
+        stream: Stream,
+        params: impl FnOnce(Arrays<'_>) -> Result<PlanParams>,
+    ) -> Result<()> {
+        type Listed<const WORDS: usize> = WithList<PlanParams, WORDS>;
+        match self.kernels.long_plan.filter(|_| !Listed::<PARAMS>::fits(arrays)) {
+            Some(LongPlan { long, .. }) if Listed::<LONG_PARAMS>::fits(arrays) => {
+                self.launch_with_list(long, grid, arrays, stream, params(Arrays::Listed)?)
+            }
+            Some(LongPlan { longest, .. }) if Listed::<LONGEST_PARAMS>::fits(arrays) => {
+                self.launch_with_list(longest, grid, arrays, stream, params(Arrays::Listed)?)
+            }
+            _ => self.launch_with_arrays(self.kernels.plan, grid, arrays, stream, params),
+        }
     }
 }

@@ -127,6 +127,15 @@ impl Driver {
         unsafe { checked!(self, cuInit(0)) }
     }
 
+    /// Returns the version of CUDA that the driver offers, major and minor.
+    pub(super) fn version(self) -> Result<(u32, u32)> {
+        let mut version = 0;
+        // SAFETY: the function writes a number there.
+        unsafe { checked!(self, cuDriverGetVersion(&raw mut version)) }?;
+        let version = counted(version);
+        Ok((version / 1000, version % 1000 / 10))
+    }
+
     pub(super) fn relax(self) -> Result<RelaxedThread> {
         let mut previous = CaptureMode::RELAXED;
         // SAFETY: the function reads and writes a mode there.

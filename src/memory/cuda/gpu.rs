@@ -129,6 +129,15 @@ impl Gpu {
         self.capability
     }
 
+    /// Returns the version of CUDA that the driver offers, major and minor.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when a driver call fails.
+    pub(crate) fn driver_version(&self) -> Result<(u32, u32)> {
+        self.check_process()?;
+        self.driver.version()
+    }
+
     /// Checks that `stream` is one of this device, on which its work can be enqueued.
     ///
     /// # Errors

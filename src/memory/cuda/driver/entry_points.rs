@@ -13,6 +13,7 @@ macro_rules! entry_points {
             cuDeviceGetCount(count: *mut c_int);
             cuDevicePrimaryCtxGetState(device: c_int, flags: *mut c_uint, is_active: *mut c_int);
             cuDevicePrimaryCtxRetain(context: *mut ContextHandle, device: c_int);
+            cuDriverGetVersion(version: *mut c_int);
             cuEventCreate(event: *mut EventHandle, flags: c_uint);
             cuEventQuery(event: EventHandle);
             cuEventRecord(event: EventHandle, stream: StreamHandle);
