@@ -3,9 +3,9 @@
     python tests/gpu/images.py [--count 4194304]
 
 Conversions between float types, with scales and without: every pattern of 16 bits, and random ones of 32.
-Rows that are stored, gathered and moved, and a request table that is written and read. It ends with 1 if
-anything differs. `KVPOOL_KERNELS` says which image of the kernels is asked: machine code, or PTX that the
-driver compiles.
+Rows that are stored, gathered and moved, a request table that is written and read, and plans of every size of
+parameters. It ends with 1 if anything differs. `KVPOOL_KERNELS` says which image of the kernels is asked:
+machine code, or PTX that the driver compiles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import records
 import torch
 from backend import open_device
 
-from kvpool import KVPool, ReqToTokenPool
+from kvpool import BatchPlanner, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +28,18 @@ SOURCES = (torch.float32, torch.float16, torch.bfloat16)
 TARGETS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16)
 SCALES = (1.0, 0.37, 3e-5, 448.0)
 WIDTH = 128
+PLAN_FIELDS = (
+    "out_cache_loc",
+    "positions",
+    "slot_mapping",
+    "req_pool_indices",
+    "seq_lens",
+    "qo_indptr",
+    "kv_indptr",
+    "kv_indices",
+    "kv_last_page_len",
+    "block_table",
+)
 Pair = tuple[str, torch.Tensor, torch.Tensor]
 
 
@@ -111,6 +123,26 @@ def tables() -> Iterator[Pair]:
     yield "indices of a batch", found[0][1], found[1][1]
 
 
+def plans() -> Iterator[Pair]:
+    """Steps that fill the parameters of each kernel, or have a request or a page more."""
+    for requests, tokens in (
+        *((requests, 1) for requests in (1, 64, 99, 100, 303, 304, 815, 816)),
+        *((1, tokens) for tokens in (981, 982, 3029, 3030, 8147, 8148)),
+    ):
+        found = []
+        for device in ("cpu", "cuda"):
+            table = ReqToTokenPool(requests, tokens + 1, device)
+            allocator = TokenToKVPoolAllocator(requests * (tokens + 1), device)
+            planner = BatchPlanner(table, allocator, requests, requests * tokens)
+            rows = table.alloc(requests) or []
+            for before, after in ((0, tokens), (tokens, tokens + 1)):
+                plan = planner.extend(rows, [before] * requests, [after] * requests)
+                fields = [getattr(plan, name) for name in PLAN_FIELDS]
+                found.append(torch.cat([bits(field).flatten() for field in (*fields, table.req_to_token)]))
+        for index, name in enumerate(("prompts", "decode")):
+            yield f"plan, {name}, {requests} x {tokens}", found[index], found[2 + index]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=1 << 22, help="random patterns (default: %(default)s)")
@@ -118,7 +150,7 @@ def main() -> int:
     open_device().use_pytorch()
     kernels = os.environ.get("KVPOOL_KERNELS") or "best"
     checks, wrong = 0, []
-    for part in (conversions(count), rows(), tables()):
+    for part in (conversions(count), rows(), tables(), plans()):
         for name, cpu, cuda in part:
             checks += 1
             differ = int((cpu != cuda).sum()) if cpu.shape == cuda.shape else -1

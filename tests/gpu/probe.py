@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 KERNELS = Path(__file__).resolve().parents[2] / "src" / "kernels" / "table.ptx"
 KERNEL = b"kvpool_read_indices"
+LONG_KERNELS = KERNELS.with_name("plan_long.ptx")
+LONG_KERNEL = b"kvpool_plan_longest"
+# Its parameters in words of eight bytes; which of them are addresses, and the two numbers that a plan without
+# requests writes there.
+LONG_WORDS, LONG_ADDRESSES, LONG_NUMBERS = 32_760 // 8, (9, 10), 16
 THREADS = 256
 
 # CUstreamCaptureMode.
@@ -111,10 +116,10 @@ class Driver:
         module = self.make("cuModuleLoadData", self.image)
         return self.make("cuModuleGetFunction", size(module), KERNEL)
 
-    def launch(self, function: int, stream: int) -> int:
-        """Launches a kernel that has nothing to do: its parameters are zeros."""
-        zeros = ctypes.create_string_buffer(4096)
-        params = (ctypes.c_void_p * 1)(ctypes.addressof(zeros))
+    def launch(self, function: int, stream: int, given: ctypes.Array[ctypes.c_uint64] | None = None) -> int:
+        """Launches a kernel with parameters, or one that has nothing to do: they are zeros."""
+        given = given or (ctypes.c_uint64 * 512)()
+        params = (ctypes.c_void_p * 1)(ctypes.addressof(given))
         grid = (1, 1, 1, THREADS, 1, 1, 0)
         return self.call("cuLaunchKernel", size(function), *grid, size(stream), params, None)
 
@@ -329,6 +334,25 @@ def launch_first(driver: Driver) -> str:
     return captured(lambda _, stream: driver.launch(function, stream))(driver)
 
 
+def launch_long(driver: Driver) -> str:
+    """A launch with more than 4 KiB of parameters, and what it wrote, if the driver takes its PTX."""
+    module = size(0)
+    code = driver.call("cuModuleLoadData", ctypes.byref(module), LONG_KERNELS.read_bytes() + b"\0")
+    if code:
+        return f"load {code}"
+    function = driver.make("cuModuleGetFunction", module, LONG_KERNEL)
+    params = (ctypes.c_uint64 * LONG_WORDS)()
+    for word in LONG_ADDRESSES:
+        params[word] = driver.block
+    params[LONG_NUMBERS] = 7 << 32 | 7
+    code = driver.launch(function, driver.stream, params)
+    found = ctypes.c_int(-1)
+    target, stream = size(ctypes.addressof(found)), size(driver.stream)
+    driver.require_success("cuMemcpyDtoHAsync_v2", target, size(driver.block), size(4), stream)
+    driver.require_success("cuStreamSynchronize", stream)
+    return f"{code}, wrote {found.value}"
+
+
 def copy_halves(driver: Driver, registered: int, offset: int, length: int) -> str:
     """The code of a copy of host memory whose first `registered` halves are page-locked, one by one."""
     with host_memory() as start:
@@ -405,6 +429,7 @@ LAZY = (
     "Programming Guide, lazy loading: cuModuleGetFunction loads a kernel; cuda.h, cuFuncGetAttribute: "
     "three attributes need a loaded function, and answer 913 where it is not"
 )
+LONG = "PTX ISA 8.1, CUDA 12.1: kernels take up to 32,764 bytes of parameters; older drivers refuse the PTX"
 REGISTERED = (
     "cuda.h, cuMemcpyAsync and registration: a range is page-locked by one call as a whole, or not at all"
 )
@@ -584,6 +609,7 @@ QUESTIONS = [
     Question("function after cuFuncLoad", load_function, ("0, loaded", "0, unknown"), "cuda.h, cuFuncLoad"),
     Question("first launch of a function, in a capture", launch_first, OPEN, LAZY),
     Question("second launch of a function, in a capture", launch_loaded, (SURVIVES,), LAZY),
+    Question("launch with 32,760 bytes of parameters", launch_long, ("0, wrote 7", "load 222"), LONG),
     Question(
         "copy within one registration",
         partial(copy_halves, registered=2, offset=0, length=HALF),

@@ -29,7 +29,7 @@ def run(*arguments: str) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("kernels", ["", "ptx"])
 def test_kernels_write_the_bits_that_the_host_writes(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     monkeypatch.setenv("KVPOOL_KERNELS", kernels)
-    said = f"kernels: {kernels or 'best'}; 42 results compared with those in host memory, 0 differ"
+    said = f"kernels: {kernels or 'best'}; 70 results compared with those in host memory, 0 differ"
     assert run("images.py") == (0, [said])
 
 
@@ -37,6 +37,7 @@ def test_kernels_write_the_bits_that_the_host_writes(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("driver")
 def test_a_difference_is_told() -> None:
     code = "import images, sys, torch; pair = torch.tensor([1, 2, 3]), torch.tensor([1, 0, 3]); "
-    code += "images.conversions = lambda _: [('a row', *pair)]; images.rows = images.tables = list; "
+    code += "images.conversions = lambda _: [('a row', *pair)]; "
+    code += "images.rows = images.tables = images.plans = list; "
     status, lines = run("-c", f"{code}sys.exit(images.main())")
     assert (status, lines[0]) == (1, "DIFFERS a row: 1 of 3 bytes")
