@@ -276,6 +276,21 @@ def test_older_drivers_get_the_parameters_that_they_accept(
     assert int(run_snippet(code, has_torch=True)) > 0
 
 
+@pytest.mark.parametrize("requests", [256, 815])
+def test_a_large_step_that_cannot_be_launched_changes_nothing(driver: Driver, requests: int) -> None:
+    pair, rows, lens = batch(requests)
+    after = [length + 1 for length in lens]
+    driver.run()
+    driver.fail("cuLaunchKernel")
+    with pytest.raises(DriverError, match="cuLaunchKernel failed"):
+        pair.planner.decode(rows, after)
+    assert driver.planned() == 0
+    assert [pair.planner.seq_len(row) for row in rows] == lens
+    plan = some(pair.planner.decode(rows, after))
+    real = [(row, n - 1, n) for row, n in zip(rows, after, strict=True)]
+    compare_plans(plan, pair.describe(real), "cuda")
+
+
 def test_a_large_step_within_a_capture_is_refused_as_a_small_one(driver: Driver) -> None:
     for requests in (2, 256, 815):
         pair, rows, lens = batch(requests)
