@@ -14,6 +14,7 @@ mod fork_gate;
 mod held;
 mod ids;
 mod interpreter;
+mod key_map;
 mod large;
 mod life;
 pub(crate) mod lock_order;
@@ -43,6 +44,7 @@ pub use ids::{
 };
 pub(crate) use interpreter::unlock_interpreter;
 pub use interpreter::{InterpreterLock, set_interpreter_lock};
+pub use key_map::{KeyMap, KeySet};
 pub use large::{set_large_table_hook, table_of};
 pub use life::{Life, LifeMark, LifeMarks};
 pub use own_thread::mark_own_thread;

@@ -2,9 +2,7 @@
 //!
 //! A key is computed once, when its page is published or looked up below the device.
 
-use std::collections::HashMap;
-
-use crate::base::Page;
+use crate::base::{KeyMap, Page};
 
 use super::Namespace;
 
@@ -113,12 +111,12 @@ impl StoreKeys {
 #[derive(Debug)]
 pub(super) struct PageKeys {
     digest: Digest,
-    by_page: HashMap<Page, PageHash>,
+    by_page: KeyMap<Page, PageHash>,
 }
 
 impl PageKeys {
     pub(super) fn new(digest: Digest) -> Self {
-        Self { digest, by_page: HashMap::new() }
+        Self { digest, by_page: KeyMap::default() }
     }
 
     pub(super) const fn digest(&self) -> Digest {

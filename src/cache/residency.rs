@@ -1,9 +1,8 @@
 //! The contents of a tier below the device: which page is in which place, and the order of eviction.
 
-use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use crate::base::{Id, id, widen};
+use crate::base::{Id, KeyMap, id, widen};
 
 use super::{Namespace, PageHash, RecencyList};
 
@@ -93,7 +92,7 @@ impl<P> Entry<P> {
 pub struct Residency<P> {
     entries: Vec<Entry<P>>,
     vacant: Vec<EntryId>,
-    by_key: HashMap<PageHash, EntryId>,
+    by_key: KeyMap<PageHash, EntryId>,
     /// The entries that can be found and are not held, in the order of eviction: those that the device does
     /// not have, then those that it has.
     order: [RecencyList<EntryId>; 2],
@@ -107,7 +106,7 @@ impl<P> Default for Residency<P> {
         Self {
             entries: Vec::new(),
             vacant: Vec::new(),
-            by_key: HashMap::new(),
+            by_key: KeyMap::default(),
             order: Default::default(),
             ready: 0,
             departed: 0,

@@ -2,10 +2,12 @@
 //! they hold the same tokens.
 
 use std::borrow::Borrow;
+use std::collections::BTreeMap;
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::hash::{Hash, Hasher};
+
+use crate::base::KeyMap;
 
 /// The longest hash that needs no allocation: 32 bytes, and a group of layers.
 const SHORT: usize = 38;
@@ -75,12 +77,12 @@ impl fmt::Debug for BlockHash {
 #[derive(Debug)]
 struct Later<V> {
     by_arrival: BTreeMap<u64, (i64, V)>,
-    arrivals: HashMap<i64, u64>,
+    arrivals: KeyMap<i64, u64>,
 }
 
 impl<V> Default for Later<V> {
     fn default() -> Self {
-        Self { by_arrival: BTreeMap::new(), arrivals: HashMap::new() }
+        Self { by_arrival: BTreeMap::new(), arrivals: KeyMap::default() }
     }
 }
 
@@ -116,14 +118,14 @@ impl<V> Later<V> {
 /// ```
 #[derive(Debug)]
 pub struct BlockMap<V> {
-    first: HashMap<BlockHash, (i64, V)>,
+    first: KeyMap<BlockHash, (i64, V)>,
     /// The later blocks of each hash that more than one block has.
-    later: HashMap<BlockHash, Later<V>>,
+    later: KeyMap<BlockHash, Later<V>>,
 }
 
 impl<V> Default for BlockMap<V> {
     fn default() -> Self {
-        Self { first: HashMap::new(), later: HashMap::new() }
+        Self { first: KeyMap::default(), later: KeyMap::default() }
     }
 }
 

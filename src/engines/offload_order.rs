@@ -2,11 +2,11 @@
 //! request first and, of one request, the end of the prompt before its beginning.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::BinaryHeap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::base::widen;
+use crate::base::{KeyMap, widen};
 
 /// The key of a chunk, of any length. Keys are compared in full.
 pub type OffloadKey = Arc<[u8]>;
@@ -76,7 +76,7 @@ struct Candidate {
 pub struct OffloadOrder<P> {
     entries: Vec<Option<Entry<P>>>,
     vacant: Vec<u32>,
-    by_key: HashMap<OffloadKey, u32>,
+    by_key: KeyMap<OffloadKey, u32>,
     heap: BinaryHeap<Reverse<Candidate>>,
     evictable: usize,
     last_rank: u64,
@@ -90,7 +90,7 @@ impl<P> Default for OffloadOrder<P> {
         Self {
             entries: Vec::new(),
             vacant: Vec::new(),
-            by_key: HashMap::new(),
+            by_key: KeyMap::default(),
             heap: BinaryHeap::new(),
             evictable: 0,
             last_rank: 0,

@@ -1,9 +1,11 @@
 //! The chunks that an engine has offloaded to host memory: where they are, and which of them transfers use.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
-use crate::base::{Error, ErrorKind, Id, OffloadSlot, Result, check_memory, id, try_with_capacity, widen};
+use crate::base::{
+    Error, ErrorKind, Id, KeyMap, OffloadSlot, Result, check_memory, id, try_with_capacity, widen,
+};
 
 use super::offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};
 use crate::cache::RecencyList;
@@ -23,7 +25,7 @@ pub struct NamedChunk<'a> {
 pub struct OffloadRequest {
     rank: RequestRank,
     used: Vec<UsedChunk>,
-    by_key: HashMap<OffloadKey, usize>,
+    by_key: KeyMap<OffloadKey, usize>,
     is_finished: bool,
 }
 
@@ -527,7 +529,7 @@ id!(
 struct OfferCounts {
     threshold: usize,
     capacity: usize,
-    by_key: HashMap<OffloadKey, OfferId>,
+    by_key: KeyMap<OffloadKey, OfferId>,
     counts: Vec<OfferCount>,
     order: RecencyList<OfferId>,
 }
@@ -543,7 +545,7 @@ impl OfferCounts {
         Self {
             threshold: config.store_threshold,
             capacity: config.max_tracked,
-            by_key: HashMap::new(),
+            by_key: KeyMap::default(),
             counts: Vec::new(),
             order: RecencyList::default(),
         }

@@ -1,8 +1,6 @@
 //! Reference counts of pages with more than one owner, and the pages that a prefix cache owns.
 
-use std::collections::HashMap;
-
-use crate::base::{Id, Page, Result, out_of_memory_error, try_zeros, widen};
+use crate::base::{Id, KeyMap, Page, Result, out_of_memory_error, try_zeros, widen};
 
 use super::free_list::FreeTiming;
 use super::mask::Mask;
@@ -20,7 +18,7 @@ pub(super) struct Owners {
     /// The number of entries of `extra` that are not 0.
     shared: usize,
     /// The numbers of removed owners whose fence has not passed, by page number. No entry is 0.
-    pending: HashMap<u32, u32>,
+    pending: KeyMap<u32, u32>,
     /// The pages from which the last batch removed an owner.
     removed: Vec<Page>,
     /// The pages that a cache owns; frees do not remove the cache. Empty until there are such pages.
@@ -34,7 +32,7 @@ pub(super) struct SharingReservation(());
 impl Owners {
     /// Creates the record of pages with one owner each.
     pub(super) fn new() -> Result<Self> {
-        let (extra, pending, removed) = (Vec::new(), HashMap::new(), Vec::new());
+        let (extra, pending, removed) = (Vec::new(), KeyMap::default(), Vec::new());
         Ok(Self { extra, shared: 0, pending, removed, cached: Bitmap::new(0)? })
     }
 

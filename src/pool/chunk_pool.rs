@@ -1,6 +1,5 @@
 //! Fixed-size chunks in one region, for offloaded K and V.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -10,7 +9,7 @@ use crate::base::bounded::narrow;
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::sync::Condvar;
 use crate::base::{
-    ChunkId, DType, Device, Dims, Error, ErrorKind, Id, Result, bytes_of, try_with_capacity, widen,
+    ChunkId, DType, Device, Dims, Error, ErrorKind, Id, KeyMap, Result, bytes_of, try_with_capacity, widen,
 };
 use crate::index::{BadFree, BadFrees, IndexHandle, Ledgered, OnBadFree, RefCounts, Returning, on_bad_frees};
 use crate::kernels::{Direction, pack};
@@ -103,7 +102,7 @@ impl fmt::Debug for ChunkPool {
 struct ChunkStates {
     chunks: Ledgered<RefCounts<ChunkId>>,
     /// Chunks with copies that may be in flight.
-    copies: HashMap<ChunkId, ChunkCopies>,
+    copies: KeyMap<ChunkId, ChunkCopies>,
     /// The freed chunks among `copies`.
     returning: Vec<Returning<ChunkId>>,
     /// Whether page-locking, which offers more chunks, is in progress.

@@ -7,7 +7,7 @@ mod recency;
 mod slots;
 mod work;
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::fmt;
 use std::io;
 use std::path::Path;
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::sync::{Condvar, thread};
-use crate::base::{Error, ErrorKind, Result, check_memory, try_collect, try_collect_each};
+use crate::base::{Error, ErrorKind, KeyMap, Result, check_memory, try_collect, try_collect_each};
 use crate::cache::{Digest, PageHash};
 use crate::memory::HostRows;
 use crate::transfer::{AlignedBytes, BLOCK, Disk, FileCaching, Folder};
@@ -137,7 +137,7 @@ struct StoreState {
     gets: VecDeque<PageWork>,
     puts: VecDeque<PageWork>,
     /// The pages that are being put, queued or at work, with their ticks.
-    pending: HashMap<PageHash, u64>,
+    pending: KeyMap<PageHash, u64>,
     is_closing: bool,
     /// The threads and calls that use the files.
     disk_users: usize,
@@ -226,7 +226,7 @@ impl FileStore {
             ticks: Ticks::after(found.last_tick),
             gets: VecDeque::new(),
             puts: VecDeque::new(),
-            pending: HashMap::new(),
+            pending: KeyMap::default(),
             is_closing: false,
             disk_users: 0,
             counts,

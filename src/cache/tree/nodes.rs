@@ -8,9 +8,9 @@
 //!
 //! *Cost.* Two look-ups in a table for each tail, and nothing in a tree without tails.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 
-use crate::base::{Page, Result, check_memory, try_collect_each, widen};
+use crate::base::{KeyMap, Page, Result, check_memory, try_collect_each, widen};
 
 use super::Cause;
 use super::evict::Evicted;
@@ -55,12 +55,12 @@ pub struct NodeInfo {
 }
 
 /// The tails, by their parents.
-pub(super) type Tails = HashMap<NodeId, Siblings>;
+pub(super) type Tails = KeyMap<NodeId, Siblings>;
 
 /// The tails of one parent.
 #[derive(Debug, Default)]
 pub(super) struct Siblings {
-    by_first_page: HashMap<Page, NodeId>,
+    by_first_page: KeyMap<Page, NodeId>,
     /// The number of pages of tails without locks of their own.
     unlocked: usize,
     /// The tails to queue when the parent is unlocked.

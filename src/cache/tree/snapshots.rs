@@ -8,9 +8,8 @@
 //! *Cost.* An eviction looks at every snapshot. An insertion or a removal does so only if there are nodes below.
 
 use std::cmp::Ordering;
-use std::collections::HashMap;
 
-use crate::base::{StateSlot, widen};
+use crate::base::{KeyMap, StateSlot, widen};
 
 use super::evict::Evicted;
 use super::{FoundPrefix, Hold, Kind, NodeId, Tree};
@@ -23,7 +22,7 @@ const LIKELY: u64 = 4;
 /// The snapshots of a tree.
 #[derive(Debug, Default)]
 pub(super) struct Snapshots {
-    by_node: HashMap<NodeId, Snapshot>,
+    by_node: KeyMap<NodeId, Snapshot>,
 }
 
 #[derive(Debug)]

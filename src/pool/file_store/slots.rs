@@ -1,8 +1,8 @@
 //! The slot of each page, and the order of eviction. Contains no page contents and accesses no files.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 
-use crate::base::{Id, out_of_memory_error, try_push, widen};
+use crate::base::{Id, KeyMap, out_of_memory_error, try_push, widen};
 use crate::cache::{PageHash, RecencyList};
 use crate::transfer::to_u64;
 
@@ -60,7 +60,7 @@ pub(super) struct Slots {
     /// The number of slots in use when the disk was found full, until there are more again.
     full_at: Option<usize>,
     stored_since_full: usize,
-    by_key: HashMap<PageHash, FileSlot>,
+    by_key: KeyMap<PageHash, FileSlot>,
     written: usize,
     /// Free slots that were used before, so that the disk has space for them. The last one is taken first.
     free: VecDeque<FileSlot>,
@@ -81,7 +81,7 @@ impl Slots {
             limit: count,
             full_at: None,
             stored_since_full: 0,
-            by_key: HashMap::new(),
+            by_key: KeyMap::default(),
             written: 0,
             free: VecDeque::new(),
             order: RecencyList::default(),

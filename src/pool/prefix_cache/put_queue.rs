@@ -1,12 +1,12 @@
 //! The pieces of a tier on their way to the store below.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{ForkGate, run_blocking};
+use crate::base::{ForkGate, KeySet, run_blocking};
 use crate::cache::{PageHash, UsedRun};
 use crate::pool::StoreTransfer;
 use crate::pool::host_tier::{OutgoingPieces, PieceKind, StoringCount};
@@ -37,7 +37,7 @@ struct WaitingPieces {
     /// The pieces that wait, by kind, in the order in which they are put.
     waiting: [VecDeque<PageHash>; 2],
     /// The pieces that wait or are being put.
-    listed: [HashSet<PageHash>; 2],
+    listed: [KeySet<PageHash>; 2],
     /// The puts that are not known to be over.
     puts: Vec<Put>,
 }

@@ -1,12 +1,12 @@
 //! The link between a cache and the tier below it: copies in flight, and the pages of the device that must
 //! not change meanwhile.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::hash::Hash;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use crate::base::{Page, Result, StateSlot};
+use crate::base::{KeyMap, Page, Result, StateSlot};
 use crate::cache::{
     DevicePresence, Digest, Hold, LowerTierContents, Namespace, NodeHandle, OfferedPages, PageHash, Tokens,
     Tree,
@@ -31,8 +31,8 @@ pub(super) struct TierLink {
     /// The writes, in the order of their copies.
     writes: VecDeque<InFlight>,
     /// Pages and snapshots that are being copied to the tier.
-    pages: HashMap<Page, Arc<Transfer>>,
-    states: HashMap<StateSlot, Arc<Transfer>>,
+    pages: KeyMap<Page, Arc<Transfer>>,
+    states: KeyMap<StateSlot, Arc<Transfer>>,
     /// Streams on which pages were published that have not been copied down since.
     publishers: Vec<Stream>,
     /// Loads from the tier, in flight or complete.
@@ -46,7 +46,7 @@ struct RecordedUses {
     /// Pages that were copied to the tier so far.
     written: usize,
     /// For nodes of the tree, the number of pages and the time when their last use was recorded.
-    recorded: HashMap<NodeHandle, (usize, Instant)>,
+    recorded: KeyMap<NodeHandle, (usize, Instant)>,
 }
 
 /// The maximum number of pages whose use is recorded at once.
@@ -77,7 +77,7 @@ impl TierLink {
         let backing = backing.transpose()?;
         tier.attach()?;
         tier.set_model(model.as_deref());
-        let (writes, pages, states) = (VecDeque::new(), HashMap::new(), HashMap::new());
+        let (writes, pages, states) = (VecDeque::new(), KeyMap::default(), KeyMap::default());
         let (publishers, loads, uses) = (Vec::new(), Vec::new(), RecordedUses::default());
         Ok(Self { tier, digest, backing, writes, pages, states, publishers, loads, uses })
     }
@@ -276,7 +276,7 @@ impl TierLink {
 }
 
 /// Removes an entry if it is of `transfer`, not of a later one.
-fn remove_if<K: Hash + Eq>(copies: &mut HashMap<K, Arc<Transfer>>, key: &K, transfer: &Arc<Transfer>) {
+fn remove_if<K: Hash + Eq>(copies: &mut KeyMap<K, Arc<Transfer>>, key: &K, transfer: &Arc<Transfer>) {
     if copies.get(key).is_some_and(|copy| Arc::ptr_eq(copy, transfer)) {
         copies.remove(key);
     }

@@ -1,0 +1,12 @@
+//! Maps by keys that no user can choose: numbers of kvpool's own, and cryptographic hashes.
+
+use std::collections::{HashMap, HashSet};
+
+use foldhash::fast::RandomState;
+
+/// A map by such keys. Its hash function is seeded, but not made for keys that an attacker chooses, such as the
+/// names of namespaces.
+pub type KeyMap<K, V> = HashMap<K, V, RandomState>;
+
+/// A set of such keys: see [`KeyMap`].
+pub type KeySet<K> = HashSet<K, RandomState>;
