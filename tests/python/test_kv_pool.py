@@ -288,17 +288,28 @@ def sources() -> dict[str, Callable[[int, int, int], torch.Tensor]]:
     }
 
 
+def with_strides_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same in another dtype, its elements as far apart, unless some are one."""
+    if 0 in tensor.stride():
+        return tensor.to(dtype)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device).copy_(tensor)
+
+
+# A head of no whole run of elements, one of one run, and rows that a GPU stores in two pieces.
+@pytest.mark.parametrize(("heads", "dim"), [(3, 5), (3, 8), (5, 136)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("source", sorted(sources()))
-def test_strided_tensors_are_written_in_every_dtype(source: str, dtype: torch.dtype) -> None:
-    pool = make(30, 1, 3, 5, dtype=dtype)
-    k = sources()[source](12, 3, 5)
-    v = k.flip(-1) if source == "contiguous" else k
+def test_strided_tensors_are_written_in_every_dtype(
+    source: str, dtype: torch.dtype, heads: int, dim: int
+) -> None:
+    pool = make(30, 1, heads, dim, dtype=dtype)
+    k = sources()[source](12, heads, dim)
+    v = k.flip(-1) if source == "contiguous" else with_strides_of(k, dtype)
     before = k.clone()
     indices = torch.arange(24, 0, -2)
     pool.set_kv_buffer(0, indices, k, v)
-    assert_same(pool.k_buffer[0].cpu()[indices], k.reshape(12, 3, 5).to(dtype))
-    assert_same(pool.v_buffer[0].cpu()[indices], v.reshape(12, 3, 5).to(dtype))
+    assert_same(pool.k_buffer[0].cpu()[indices], k.reshape(12, heads, dim).to(dtype))
+    assert_same(pool.v_buffer[0].cpu()[indices], v.reshape(12, heads, dim).to(dtype))
     assert equal(k, before)
 
 
