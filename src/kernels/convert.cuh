@@ -203,8 +203,9 @@ private:
 ///    X = 2 - 2d and 2 - 3d beside D = 2 - d, and X = 2 - 3d beside D = 2 - 2d, with d = 2^-23. In all three the result is
 ///    right: the tests try them, as they try other pairs.
 ///
-/// Zeros keep their sign. Beyond that range, a finite result is a number of the same sign that is as far beyond
-/// the range of 8-bit floats as the division's, or NaN; infinities become NaN.
+/// Zeros keep their sign, and all finite numbers are themselves if the divisor is 1. Otherwise, beyond that range, a finite
+/// result is a number of the same sign that is as far beyond the range of 8-bit floats as the division's, or NaN; infinities
+/// become NaN.
 __device__ __forceinline__ float divide(float value, float divisor, float reciprocal) {
     float quotient = value * reciprocal;
     float excess = fmaf(quotient, divisor, -value);
@@ -216,41 +217,44 @@ __device__ __forceinline__ bool has_magnitude(u32 bytes, u32 least) {
     return (((bytes & 0x7f7f7f7fu) + (0x80 - least) * 0x01010101u) & 0x80808080u) != 0;
 }
 
-/// Eight numbers, divided, as 8-bit floats, the first in the lowest byte. Results of `divide` and `store_pair` that may
+/// Sixteen numbers, divided, as 8-bit floats, the first in the lowest byte. Results of `divide` and `store_pair` that may
 /// be wrong are recognisable, and are computed again, slowly.
 template <typename Type>
-__device__ __forceinline__ void store_eight(const float* values, float divisor, float reciprocal, u32* bytes) {
-    float held[8];
+__device__ __forceinline__ void store_sixteen(const float* values, float divisor, float reciprocal, u32* bytes) {
+    float held[16];
 #pragma unroll
-    for (u32 i = 0; i < 8; i++) {
-        held[i] = values[i];
+    for (u32 i = 0; i < 16; i++) {
+        held[i] = divide(values[i], divisor, reciprocal);
     }
-    if (divisor != 1.0f) {
+    bool is_certain = reciprocal != 0.0f;
 #pragma unroll
-        for (u32 i = 0; i < 8; i++) {
-            held[i] = divide(held[i], divisor, reciprocal);
-        }
+    for (u32 i = 0; i < 4; i++) {
+        const float* four = held + 4 * i;
+        bytes[i] = Type::store_pair(four[0], four[1]) | Type::store_pair(four[2], four[3]) << 16;
+        is_certain = is_certain && !has_magnitude(bytes[i], Type::DOUBTFUL);
     }
-    bytes[0] = Type::store_pair(held[0], held[1]) | Type::store_pair(held[2], held[3]) << 16;
-    bytes[1] = Type::store_pair(held[4], held[5]) | Type::store_pair(held[6], held[7]) << 16;
-    bool is_certain = !has_magnitude(bytes[0], Type::DOUBTFUL) && !has_magnitude(bytes[1], Type::DOUBTFUL);
-    if (is_certain && reciprocal != 0.0f) {
+    if (is_certain) {
         return;
     }
 #pragma unroll
-    for (u32 i = 0; i < 8; i++) {
+    for (u32 i = 0; i < 16; i++) {
         held[i] = values[i];
     }
     // The numbers are shifted by one each time, since registers cannot be indexed.
 #pragma unroll 1
-    for (u32 i = 0; i < 8; i++) {
+    for (u32 i = 0; i < 16; i++) {
         // Devices do not keep the sign of a NaN that they divide.
         float value = is_nan(held[0]) ? held[0] : held[0] / divisor;
-        bytes[0] = bytes[0] >> 8 | bytes[1] << 24;
-        bytes[1] = bytes[1] >> 8 | u32(Type::store(value)) << 24;
+        u32 next = Type::store(value);
 #pragma unroll
-        for (u32 next = 0; next < 7; next++) {
-            held[next] = held[next + 1];
+        for (u32 part = 4; part-- > 0;) {
+            u32 lowest = bytes[part] & 0xff;
+            bytes[part] = bytes[part] >> 8 | next << 24;
+            next = lowest;
+        }
+#pragma unroll
+        for (u32 other = 0; other < 15; other++) {
+            held[other] = held[other + 1];
         }
     }
 }

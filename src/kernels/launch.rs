@@ -35,12 +35,12 @@ use crate::kernels::table::Table;
 use crate::memory::{Backend, BorrowedTensor, Event, Gpu, Reply, Ring, Stream, StreamSet};
 
 use fault::{Fault, FaultKind, FaultRecord};
-use grid::{Groups, blocks, parts_grid, ragged_grid};
+use grid::{Groups, blocks, copy_grid, parts_grid, units};
 use kernels::{Kernel, Kernels, TypedFunction};
 use numbers::{Arrays, Index, WithList};
 use params::{
-    ContinueParams, GatherParams, GatherPart, KvIndicesParams, MoveParams, OrderParams, PageTarget,
-    PagesParams, PointsParams, RaggedParams, StoreParams, StorePart, ZeroParams,
+    ColumnsParams, ContinueParams, GatherParams, GatherPart, KvIndicesParams, MoveParams, OrderParams,
+    PageTarget, PagesParams, PointsParams, StoreParams, StorePart, ZeroParams,
 };
 
 /// The copies of a call.
@@ -305,15 +305,17 @@ impl Launcher {
             Indices::Device { .. } => Vec::new(),
         };
         let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
-        self.launch_with_numbers(self.kernels.store, grid, &[indices.numbers(&list)], stream, |index| {
-            StoreParams {
-                indices: index[0],
-                count: signed(count),
-                rows: signed(rows),
-                fault: self.fault.address(),
-                first_blocks,
-                parts,
-            }
+        let (count, rows) = (units(count)?, units(rows)?);
+        let is_wide = parts.iter().all(StorePart::is_wide);
+        let kernel = if is_wide { self.kernels.store_wide } else { self.kernels.store };
+        self.launch_with_numbers(kernel, grid, &[indices.numbers(&list)], stream, |index| StoreParams {
+            fault: self.fault.address(),
+            count,
+            rows,
+            first_blocks,
+            unused: 0,
+            indices: index[0],
+            parts,
         })
     }
 
@@ -335,14 +337,16 @@ impl Launcher {
         let [k, v] = pairs;
         let parts = [GatherPart::new(k.0, &k.1)?, GatherPart::new(v.0, &v.1)?];
         let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
+        let (count, rows) = (units(count)?, units(rows)?);
         self.launch_with_numbers(self.kernels.gather, grid, &[indices.numbers(&list)], stream, |index| {
             GatherParams {
-                indices: index[0],
-                count: signed(count),
-                rows: signed(rows),
                 fault: self.fault.address(),
+                count,
+                rows,
                 first_blocks,
+                unused: 0,
                 parts,
+                indices: index[0],
             }
         })
     }
@@ -396,13 +400,14 @@ impl Launcher {
         stream: Stream,
     ) -> Result<()> {
         let (groups, grid) = groups.for_rows(count)?;
+        let (count, rows) = (units(count)?, units(rows)?);
         self.launch_with_numbers(self.kernels.copy, grid, &numbers, stream, |index| MoveParams {
+            groups,
+            fault: self.fault.address(),
+            count,
+            rows,
             target: index[0],
             source: index[1],
-            count: signed(count),
-            rows: signed(rows),
-            fault: self.fault.address(),
-            groups,
         })
     }
 
@@ -434,14 +439,9 @@ impl Launcher {
         let rows = groups[0].first().map_or(0, |buffer| buffer.shape()[0]);
         let (list, count) = (indices.list(self.spaces.rows)?, indices.len());
         let (groups, grid) = Groups::new(groups)?.for_rows(count)?;
+        let (count, rows) = (units(count)?, units(rows)?);
         self.launch_with_numbers(self.kernels.zero, grid, &[indices.numbers(&list)], stream, |index| {
-            ZeroParams {
-                indices: index[0],
-                count: signed(count),
-                rows: signed(rows),
-                fault: self.fault.address(),
-                groups,
-            }
+            ZeroParams { groups, fault: self.fault.address(), count, rows, indices: index[0] }
         })
     }
 
@@ -606,15 +606,13 @@ impl Launcher {
             indptr.push(total);
         }
         let rows = try_collect(rows.iter().map(|extent| extent.row.number().cast_signed()))?;
-        let grid = ragged_grid(widen(longest), rows.len())?;
-        self.launch_with_arrays(self.kernels.write_ragged, grid, &[&rows, &indptr], stream, |arrays| {
-            Ok(RaggedParams {
+        let grid = copy_grid(widen(longest), rows.len())?;
+        self.launch_with_arrays(self.kernels.zero_columns, grid, &[&rows, &indptr], stream, |arrays| {
+            Ok(ColumnsParams {
                 table: table.address(),
                 columns: signed(table.columns()),
                 rows: arrays.address(0),
-                starts: ptr::null(),
                 indptr: arrays.address(1),
-                values: ptr::null(),
                 count: signed(rows.len()),
             })
         })
@@ -636,18 +634,19 @@ impl Launcher {
         stream: Stream,
     ) -> Result<()> {
         let capacity = out.shape().numel();
-        let grid = ragged_grid(table.columns().min(capacity), count)?;
+        let grid = copy_grid(table.columns().min(capacity), count)?;
+        let (count, rows) = (units(count)?, units(table.rows())?);
         self.launch_with_numbers(self.kernels.kv_indices, grid, &[row, indptr], stream, |index| {
             KvIndicesParams {
                 table: table.address(),
-                rows: signed(table.rows()),
+                out: out.address().as_ptr().cast(),
                 columns: signed(table.columns()),
+                capacity: signed(capacity),
+                rows,
+                count,
+                fault: self.fault.address(),
                 row: index[0],
                 indptr: index[1],
-                out: out.address().as_ptr().cast(),
-                capacity: signed(capacity),
-                count: signed(count),
-                fault: self.fault.address(),
             }
         })
     }

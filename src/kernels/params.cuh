@@ -18,7 +18,12 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-enum { BLOCK = 256, WORDS_PER_LANE = 4, ELEMENTS_PER_LANE = 8 };
+enum { BLOCK = 256 };
+
+/// What a thread reads before it writes: words of a row, runs of elements or single elements that are stored, or numbers.
+enum { WORDS_PER_LANE = 4, RUNS_PER_LANE = 2, ELEMENTS_PER_LANE = 16, NUMBERS_PER_THREAD = 8 };
+/// Elements that are read or written together, if they are contiguous.
+enum { RUN = ELEMENTS_PER_LANE / RUNS_PER_LANE };
 
 /// A divisor of numbers below 2^31, as a factor: `number / by` is `number * factor >> shift`.
 ///
@@ -48,8 +53,9 @@ static_assert(sizeof(Fault) == 16, "as launch.rs has it");
 
 enum { FAULT_ROW = 1, FAULT_COLUMN = 2, FAULT_VALUE = 3, FAULT_LAST = 4 };
 
-/// The numbers of a batch: `value + step * i` without data, or those from `value` on in the list that is passed with
-/// the launch; otherwise elements of an int32 or int64 tensor, in row-major order, strides in elements.
+/// The numbers of a batch: elements of an int32 or int64 tensor, in row-major order, strides in elements; those from
+/// `value` on in the list that is passed with the launch; or `value + step * i`. What most calls need lies together, as it
+/// does in the structures below: a multiprocessor reads parameters line by line.
 struct Index {
     const void* data;
     i64 value;
@@ -57,12 +63,20 @@ struct Index {
     /// One of the kinds.
     i32 kind;
     i32 ndim;
-    i64 shape[8];
     i64 strides[8];
+    i64 shape[8];
 };
 static_assert(sizeof(Index) == 160, "as launch/params.rs has it");
 
-enum { INDEX_NARROW = 0, INDEX_WIDE = 1, INDEX_LISTED = 2 };
+/// A number has 64 bits if its kind is odd. The tensors of the last two kinds have several dimensions.
+enum {
+    INDEX_NARROW = 0,
+    INDEX_WIDE = 1,
+    INDEX_LISTED = 2,
+    INDEX_COMPUTED = 3,
+    INDEX_NARROW_TENSOR = 4,
+    INDEX_WIDE_TENSOR = 5,
+};
 
 /// Parameters of a kernel followed by numbers from the host: `bytes` together, at first the 4 KiB that every driver
 /// accepts. A list that is read in place needs no copy, and no memory that must stay valid until the kernel has run.
@@ -72,93 +86,100 @@ struct WithList {
     i32 list[(bytes - sizeof(Params)) / sizeof(i32)];
 };
 
-/// Values of K or V to store in a buffer.
+/// Values of K or V to store in a buffer. Strides of the source are in bytes.
 struct StorePart {
     u8* target;
     const u8* source;
-    i64 words;
-    i64 head_stride;
-    i64 dim_stride;
-    i64 lead_shape[8];
-    i64 lead_strides[8];
+    /// Bytes of a row of the target.
+    i64 row_bytes;
     Split split;
-    /// Elements of a head.
-    Divisor dim;
-    i32 lead_ndim;
+    /// Words, runs or elements of a row, and of a lane.
+    u32 units;
+    u32 per_lane;
     i32 way;
-    i32 word;
+    /// Bytes of a word, or of an element of the source.
+    i32 size;
+    i32 lead_ndim;
+    /// Bytes of an element of the target.
+    i32 target_size;
     i32 source_dtype;
     i32 target_dtype;
-    i32 element_bytes;
-    /// Whether the elements of a lane are contiguous and aligned, in the source and in the target.
-    i32 is_run;
     /// The divisor of values that become 8-bit floats, and 1 / `divisor`, or 0 where `divide` of
     /// convert.cuh must not be used.
     float divisor;
     float reciprocal;
+    i32 unused;
+    /// Elements of a head.
+    Divisor dim;
+    i64 head_stride;
+    i64 dim_stride;
+    i64 lead_strides[8];
+    i64 lead_shape[8];
 };
-static_assert(sizeof(StorePart) == 232, "as launch/params.rs has it");
+static_assert(sizeof(StorePart) == 240, "as launch/params.rs has it");
 
-/// How values are stored: copied as words, converted, or copied element by element.
-enum { WAY_WORDS = 0, WAY_CONVERT = 1, WAY_ELEMENTS = 2 };
+/// How values are stored: as words, as contiguous and aligned runs of RUN elements, or element by element.
+enum { WAY_WORDS = 0, WAY_RUNS = 1, WAY_ELEMENTS = 2 };
 
 /// The dtypes of conversions.
 enum { DTYPE_F64 = 0, DTYPE_F32 = 1, DTYPE_F16 = 2, DTYPE_BF16 = 3, DTYPE_F8E4M3 = 4, DTYPE_F8E5M2 = 5 };
 
 struct StoreParams {
-    Index indices;
-    i64 count;
-    i64 rows;
     Fault* fault;
+    u32 count;
+    u32 rows;
     /// Blocks of the first part; the rest belong to the second.
-    i64 first_blocks;
+    u32 first_blocks;
+    u32 unused;
+    Index indices;
     StorePart parts[2];
 };
-static_assert(sizeof(StoreParams) == 656, "as launch/params.rs has it");
+static_assert(sizeof(StoreParams) == 664, "as launch/params.rs has it");
 
 struct GatherPart {
     const u8* source;
     u8* target;
-    i64 words;
+    i64 row_bytes;
     Split split;
+    u32 words;
     i32 word;
-    i32 unused;
 };
 
 struct GatherParams {
-    Index indices;
-    i64 count;
-    i64 rows;
     Fault* fault;
+    u32 count;
+    u32 rows;
     /// Blocks of the first part; the rest belong to the second.
-    i64 first_blocks;
+    u32 first_blocks;
+    u32 unused;
     GatherPart parts[2];
+    Index indices;
 };
-static_assert(sizeof(GatherParams) == 288, "as launch/params.rs has it");
+static_assert(sizeof(GatherParams) == 280, "as launch/params.rs has it");
 
 /// Equal buffers, `step` bytes apart.
 struct RowGroup {
     u8* base;
     i64 step;
-    i64 words;
+    i64 row_bytes;
     Split split;
     /// Blocks of each buffer.
     Divisor blocks;
     u32 buffers;
+    u32 words;
     i32 word;
-    i32 unused;
 };
 static_assert(sizeof(RowGroup) == 64, "as launch/params.rs has it");
 
 struct MoveParams {
+    RowGroup groups[2];
+    Fault* fault;
+    u32 count;
+    u32 rows;
     Index target;
     Index source;
-    i64 count;
-    i64 rows;
-    Fault* fault;
-    RowGroup groups[2];
 };
-static_assert(sizeof(MoveParams) == 472, "as launch/params.rs has it");
+static_assert(sizeof(MoveParams) == 464, "as launch/params.rs has it");
 
 /// `steps` is null when they are passed with the launch.
 struct OrderParams {
@@ -169,13 +190,13 @@ struct OrderParams {
 static_assert(sizeof(OrderParams) == 144, "as launch/params.rs has it");
 
 struct ZeroParams {
-    Index indices;
-    i64 count;
-    i64 rows;
-    Fault* fault;
     RowGroup groups[2];
+    Fault* fault;
+    u32 count;
+    u32 rows;
+    Index indices;
 };
-static_assert(sizeof(ZeroParams) == 312, "as launch/params.rs has it");
+static_assert(sizeof(ZeroParams) == 304, "as launch/params.rs has it");
 
 /// Where the pages of a group are copied to. Its pages are rows that lie `source_stride` apart in each buffer of the
 /// source, and `stride` apart in each of the target; buffers of the target are `step` bytes apart.
@@ -209,30 +230,28 @@ struct PointsParams {
 };
 static_assert(sizeof(PointsParams) == 528, "as launch/params.rs has it");
 
-/// Without `rows`, they are passed with the launch, followed by `indptr`; there are no starts and values then.
-struct RaggedParams {
+/// Without `rows`, they are passed with the launch, followed by `indptr`.
+struct ColumnsParams {
     i32* table;
     i64 columns;
     const i32* rows;
-    const i32* starts;
     const i32* indptr;
-    const i32* values;
     i64 count;
 };
-static_assert(sizeof(RaggedParams) == 56, "as launch/params.rs has it");
+static_assert(sizeof(ColumnsParams) == 40, "as launch/params.rs has it");
 
 struct KvIndicesParams {
     const i32* table;
-    i64 rows;
+    i32* out;
     i64 columns;
+    i64 capacity;
+    u32 rows;
+    u32 count;
+    Fault* fault;
     Index row;
     Index indptr;
-    i32* out;
-    i64 capacity;
-    i64 count;
-    Fault* fault;
 };
-static_assert(sizeof(KvIndicesParams) == 376, "as launch/params.rs has it");
+static_assert(sizeof(KvIndicesParams) == 368, "as launch/params.rs has it");
 
 /// One request of a plan. Positions from `start` on go into the table; those from `prefix` on are new tokens. Its pages
 /// from the page of `start` on are `pages[page_begin..]`.
@@ -315,37 +334,50 @@ __device__ __forceinline__ u32 quotient(u32 number, const Divisor& divisor) {
     return u32(u64(number) * divisor.factor >> divisor.shift);
 }
 
-/// `number / by`; most numbers fit 32 bits, which are divided several times faster.
-__device__ __forceinline__ i64 quotient(i64 number, i64 by) {
-    if ((u64(number) | u64(by)) >> 32 == 0) {
-        return i64(u32(number) / u32(by));
-    }
-    return number / by;
-}
-
-/// The offset, in elements, of element `i` of a tensor in row-major order.
-__device__ __forceinline__ i64 offset_of(i64 i, i32 ndim, const i64* shape, const i64* strides) {
+/// The offset of element `i` of a tensor in row-major order, in the unit of its strides. A batch has fewer than 2^31 of
+/// them.
+__device__ __forceinline__ i64 offset_of(u32 i, i32 ndim, const i64* shape, const i64* strides) {
     i64 offset = 0;
 #pragma unroll 1
     for (i32 axis = ndim - 1; axis > 0; axis--) {
-        i64 rest = quotient(i, shape[axis]);
-        offset += (i - rest * shape[axis]) * strides[axis];
+        u32 extent = u32(shape[axis]);
+        u32 rest = i / extent;
+        offset += (i - rest * extent) * strides[axis];
         i = rest;
     }
     return offset + i * strides[0];
 }
 
-/// Number `i` of a batch; `list` is passed with the launch, or null.
-__device__ __forceinline__ i64 number(const Index& index, i64 i, const i32* list) {
-    if (index.data == nullptr) {
-        if (list != nullptr && index.kind == INDEX_LISTED) {
-            return list[index.value + i];
+/// A number of a batch in two halves. A thread that only passes it on does not wait until it is read.
+struct Fetched {
+    u32 low;
+    u32 high;
+};
+
+/// Number `i` of a batch, for `value_of`; `list` is passed with the launch, or null.
+__device__ __forceinline__ Fetched fetch(const Index& index, u32 i, const i32* list) {
+    i64 at = i * index.strides[0];
+    if (index.kind > INDEX_WIDE) {
+        if (index.kind < INDEX_NARROW_TENSOR) {
+            bool is_listed = list != nullptr && index.kind == INDEX_LISTED;
+            i64 value = is_listed ? list[index.value + i] : index.value + index.step * i;
+            return {u32(value), u32(u64(value) >> 32)};
         }
-        return index.value + index.step * i;
+        at = offset_of(i, index.ndim, index.shape, index.strides);
     }
-    i64 at = offset_of(i, index.ndim, index.shape, index.strides);
-    bool is_wide = index.kind == INDEX_WIDE;
-    return is_wide ? static_cast<const i64*>(index.data)[at] : i64(static_cast<const i32*>(index.data)[at]);
+    // The second half of a narrow number is the first once more, which takes no time and no branch.
+    u32 is_wide = index.kind & 1;
+    const u32* halves = static_cast<const u32*>(index.data) + (at << is_wide);
+    return {halves[0], halves[is_wide]};
+}
+
+__device__ __forceinline__ i64 value_of(const Index& index, const Fetched& number) {
+    return index.kind & 1 ? i64(u64(number.high) << 32 | number.low) : i64(i32(number.low));
+}
+
+/// Number `i` of a batch. Of several, all are fetched before the first is used.
+__device__ __forceinline__ i64 number(const Index& index, u32 i, const i32* list) {
+    return value_of(index, fetch(index, i, list));
 }
 
 __device__ __forceinline__ void note(Fault* fault, i32 kind, i64 position, i64 value) {

@@ -8,28 +8,33 @@ struct alignas(16) Word16 {
     u32 parts[4];
 };
 
-/// The part of a batch that a thread works on: row `row` of the batch, and words from `first` on, 2^`lane_bits` apart.
-struct Place {
-    i64 row;
-    i64 first;
+/// Eight bytes, the first in the lowest of the first part.
+struct alignas(8) Word8 {
+    u32 parts[2];
 };
 
-/// The part of a thread in block `block` of a buffer: `per_lane` words of a row.
+/// The part of a batch that a thread works on: row `row` of the batch, and units from `first` on, 2^`lane_bits` apart.
+struct Place {
+    u32 row;
+    u32 first;
+};
+
+/// The part of a thread in block `block` of a buffer: `per_lane` units of a row.
 __device__ __forceinline__ Place place(u32 block, const Split& split, u32 per_lane) {
     u64 thread = u64(block) * BLOCK + threadIdx.x;
-    // There are fewer than 2^31 pieces.
+    // There are fewer than 2^31 pieces, and fewer than 2^31 units in a row.
     u32 piece = u32(thread >> split.lane_bits);
     u32 row = quotient(piece, split.pieces);
     u32 lane = threadIdx.x & ((1u << split.lane_bits) - 1);
-    return {row, i64((u64(piece - row * split.pieces.by) << split.lane_bits) * per_lane + lane)};
+    return {row, ((piece - row * split.pieces.by) << split.lane_bits) * per_lane + lane};
 }
 
 template <typename Word>
 __device__ __forceinline__ void
-read_words(Word (&held)[WORDS_PER_LANE], const u8* source, i64 first, u32 lanes, i64 words) {
+read_words(Word (&held)[WORDS_PER_LANE], const u8* source, u32 first, u32 lanes, u32 words) {
 #pragma unroll
     for (u32 step = 0; step < WORDS_PER_LANE; step++) {
-        i64 word = first + i64(step * lanes);
+        u32 word = first + step * lanes;
         if (word < words) {
             held[step] = reinterpret_cast<const Word*>(source)[word];
         }
@@ -38,10 +43,10 @@ read_words(Word (&held)[WORDS_PER_LANE], const u8* source, i64 first, u32 lanes,
 
 template <typename Word>
 __device__ __forceinline__ void
-write_words(u8* target, const Word (&held)[WORDS_PER_LANE], i64 first, u32 lanes, i64 words) {
+write_words(u8* target, const Word (&held)[WORDS_PER_LANE], u32 first, u32 lanes, u32 words) {
 #pragma unroll
     for (u32 step = 0; step < WORDS_PER_LANE; step++) {
-        i64 word = first + i64(step * lanes);
+        u32 word = first + step * lanes;
         if (word < words) {
             reinterpret_cast<Word*>(target)[word] = held[step];
         }
@@ -50,17 +55,17 @@ write_words(u8* target, const Word (&held)[WORDS_PER_LANE], i64 first, u32 lanes
 
 /// Copies up to WORDS_PER_LANE words, all of them read before the first is written.
 template <typename Word>
-__device__ __forceinline__ void copy_words(u8* target, const u8* source, i64 first, u32 lanes, i64 words) {
+__device__ __forceinline__ void copy_words(u8* target, const u8* source, u32 first, u32 lanes, u32 words) {
     Word held[WORDS_PER_LANE];
     read_words(held, source, first, lanes, words);
     write_words(target, held, first, lanes, words);
 }
 
 template <typename Word>
-__device__ __forceinline__ void zero_words(u8* target, i64 first, u32 lanes, i64 words) {
+__device__ __forceinline__ void zero_words(u8* target, u32 first, u32 lanes, u32 words) {
 #pragma unroll
     for (u32 step = 0; step < WORDS_PER_LANE; step++) {
-        i64 word = first + i64(step * lanes);
+        u32 word = first + step * lanes;
         if (word < words) {
             reinterpret_cast<Word*>(target)[word] = Word{};
         }
@@ -68,8 +73,9 @@ __device__ __forceinline__ void zero_words(u8* target, i64 first, u32 lanes, i64
 }
 
 __device__ __forceinline__ void
-copy_piece(u8* target, const u8* source, i64 first, u32 lanes, i64 words, i32 word) {
-    switch (word) {
+copy_piece(u8* target, const u8* source, u32 first, u32 lanes, u32 words, i32 word) {
+    // The widest word is found by one comparison.
+    switch (__builtin_expect(word, 16)) {
         case 16: return copy_words<Word16>(target, source, first, lanes, words);
         case 8: return copy_words<u64>(target, source, first, lanes, words);
         case 4: return copy_words<u32>(target, source, first, lanes, words);
@@ -78,8 +84,8 @@ copy_piece(u8* target, const u8* source, i64 first, u32 lanes, i64 words, i32 wo
     }
 }
 
-__device__ __forceinline__ void zero_piece(u8* target, i64 first, u32 lanes, i64 words, i32 word) {
-    switch (word) {
+__device__ __forceinline__ void zero_piece(u8* target, u32 first, u32 lanes, u32 words, i32 word) {
+    switch (__builtin_expect(word, 16)) {
         case 16: return zero_words<Word16>(target, first, lanes, words);
         case 8: return zero_words<u64>(target, first, lanes, words);
         case 4: return zero_words<u32>(target, first, lanes, words);
@@ -88,254 +94,317 @@ __device__ __forceinline__ void zero_piece(u8* target, i64 first, u32 lanes, i64
     }
 }
 
-/// The elements of one lane, ELEMENTS_PER_LANE of a row, and their layout in the source.
-struct Elements {
-    const u8* source;
-    u8* target;
-    i64 words;
-    /// The first one, and the distance between them in the target.
-    i64 first;
-    i64 step;
-    /// The offset of the first one in the source, and the distance between them there, in elements; `turn` more where a head
-    /// ends. `rest` is the place of the first one in its head of `dim` elements, and moves by `rest_step`.
-    i64 offset;
-    i64 offset_step;
-    u32 rest;
-    u32 rest_step;
-    u32 dim;
-    i64 turn;
-    /// They are contiguous and aligned, in the source and in the target.
-    bool is_run;
-};
+/// What a lane of a store has read: words, or elements as they lie in memory, side by side. Words below four bytes have a
+/// part each.
+typedef u32 Held[ELEMENTS_PER_LANE];
 
-/// The elements of the lane whose first one, taken in turns with the other lanes, is `first`.
-__device__ __forceinline__ Elements elements(const StorePart& part, const u8* source, u8* target, i64 first) {
+__device__ __forceinline__ void hold(u32* parts, const Word16& word) {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        parts[i] = word.parts[i];
+    }
+}
+
+__device__ __forceinline__ void hold(u32* parts, const Word8& word) {
+    parts[0] = word.parts[0];
+    parts[1] = word.parts[1];
+}
+
+__device__ __forceinline__ void hold(u32* parts, u32 word) { parts[0] = word; }
+
+__device__ __forceinline__ void take(Word16& word, const u32* parts) {
+    word = Word16{{parts[0], parts[1], parts[2], parts[3]}};
+}
+
+__device__ __forceinline__ void take(Word8& word, const u32* parts) { word = Word8{{parts[0], parts[1]}}; }
+
+template <typename Word>
+__device__ __forceinline__ void take(Word& word, const u32* parts) {
+    word = Word(parts[0]);
+}
+
+/// Parts of a word.
+template <typename Word>
+__device__ __forceinline__ constexpr u32 parts_of() {
+    return sizeof(Word) < 4 ? 1 : sizeof(Word) / 4;
+}
+
+/// Element `i`, of at most four bytes.
+template <typename Bits>
+__device__ __forceinline__ Bits element(const Held& held, u32 i) {
+    return Bits(held[i * sizeof(Bits) / 4] >> i * sizeof(Bits) % 4 * 8);
+}
+
+/// Adds element `i`, after those before it.
+__device__ __forceinline__ void put_element(Held& held, u32 i, u32 size, u32 bits) {
+    u32 shift = i * size % 4 * 8;
+    u32& part = held[i * size / 4];
+    part = shift == 0 ? bits : part | bits << shift;
+}
+
+template <typename Word>
+__device__ __forceinline__ void hold_words(Held& held, const StorePart& part, const u8* source, u32 first) {
     u32 lanes = 1u << part.split.lane_bits;
-    Elements its;
-    its.source = source;
-    its.target = target;
-    its.words = part.words;
-    its.is_run = part.is_run;
-    its.step = its.is_run ? 1 : i64(lanes);
-    its.first = its.is_run ? first + (first & (lanes - 1)) * (ELEMENTS_PER_LANE - 1) : first;
-    its.dim = part.dim.by;
-    // A row has fewer than 2^31 elements.
-    u32 head = quotient(u32(its.first), part.dim);
-    its.rest = u32(its.first) - head * its.dim;
-    its.offset = head * part.head_stride + its.rest * part.dim_stride;
-    if (!its.is_run) {
-        u32 head_step = quotient(lanes, part.dim);
-        its.rest_step = lanes - head_step * its.dim;
-        its.offset_step = head_step * part.head_stride + its.rest_step * part.dim_stride;
-        its.turn = part.head_stride - its.dim * part.dim_stride;
-    }
-    return its;
-}
-
-/// Contiguous elements, read and written in the widest possible words.
-template <typename Bits>
-struct alignas(sizeof(Bits) == 1 ? 8 : 16) Run {
-    Bits elements[ELEMENTS_PER_LANE];
-};
-
-template <typename Bits>
-__device__ __forceinline__ void read_elements(const Elements& its, Bits* held) {
-    const Bits* source = reinterpret_cast<const Bits*>(its.source);
-    if (its.is_run) {
-        Run<Bits> run = *reinterpret_cast<const Run<Bits>*>(source + its.offset);
 #pragma unroll
-        for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
-            held[i] = run.elements[i];
-        }
-        return;
-    }
-    i64 offset = its.offset;
-    u32 rest = its.rest;
-#pragma unroll
-    for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
-        held[i] = its.first + i * its.step < its.words ? source[offset] : Bits(0);
-        offset += its.offset_step;
-        rest += its.rest_step;
-        if (rest >= its.dim) {
-            rest -= its.dim;
-            offset += its.turn;
+    for (u32 step = 0; step < WORDS_PER_LANE; step++) {
+        u32 word = first + step * lanes;
+        if (word < part.units) {
+            Word read = reinterpret_cast<const Word*>(source)[word];
+            hold(held + step * parts_of<Word>(), read);
         }
     }
 }
 
-template <typename Bits>
-__device__ __forceinline__ void write_elements(const Elements& its, const Bits* held) {
-    Bits* target = reinterpret_cast<Bits*>(its.target) + its.first;
-    if (its.is_run) {
-        Run<Bits> run;
+template <typename Word>
+__device__ __forceinline__ void take_words(const Held& held, const StorePart& part, u8* target, u32 first) {
+    u32 lanes = 1u << part.split.lane_bits;
 #pragma unroll
-        for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
-            run.elements[i] = held[i];
-        }
-        *reinterpret_cast<Run<Bits>*>(target) = run;
-        return;
-    }
-#pragma unroll
-    for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
-        if (its.first + i * its.step < its.words) {
-            target[i * its.step] = held[i];
+    for (u32 step = 0; step < WORDS_PER_LANE; step++) {
+        u32 word = first + step * lanes;
+        if (word < part.units) {
+            take(reinterpret_cast<Word*>(target)[word], held + step * parts_of<Word>());
         }
     }
 }
 
+/// Reads runs of `WORDS` words each; what is beyond the row is zero.
+template <typename Word, u32 WORDS>
+__device__ __forceinline__ void hold_runs(Held& held, const StorePart& part, const u8* source, u32 first) {
+    u32 lanes = 1u << part.split.lane_bits;
+#pragma unroll
+    for (u32 step = 0; step < RUNS_PER_LANE; step++) {
+        u32 run = first + step * lanes;
+        u32 head = quotient(run * RUN, part.dim);
+        u32 rest = run * RUN - head * part.dim.by;
+        const u8* its = source + head * part.head_stride + i64(rest) * part.size;
+#pragma unroll
+        for (u32 i = 0; i < WORDS; i++) {
+            Word word = run < part.units ? reinterpret_cast<const Word*>(its)[i] : Word{};
+            u32 at = step * WORDS + i;
+            hold(held + at * parts_of<Word>(), word);
+        }
+    }
+}
+
+template <typename Word, u32 WORDS>
+__device__ __forceinline__ void take_runs(const Held& held, const StorePart& part, u8* target, u32 first) {
+    u32 lanes = 1u << part.split.lane_bits;
+#pragma unroll
+    for (u32 step = 0; step < RUNS_PER_LANE; step++) {
+        u32 run = first + step * lanes;
+        if (run < part.units) {
+#pragma unroll
+            for (u32 i = 0; i < WORDS; i++) {
+                take(reinterpret_cast<Word*>(target)[run * WORDS + i], held + (step * WORDS + i) * parts_of<Word>());
+            }
+        }
+    }
+}
+
+/// An element as it is held: a float for one of eight bytes.
+__device__ __forceinline__ u32 held_bits(u64 bits) { return to_bits(F64::load(bits)); }
+
 template <typename Bits>
-__device__ __forceinline__ void copy_elements(const Elements& its) {
-    Bits held[ELEMENTS_PER_LANE];
-    read_elements(its, held);
-    write_elements(its, held);
+__device__ __forceinline__ u32 held_bits(Bits bits) {
+    return bits;
 }
 
-template <typename Type>
-__device__ __forceinline__ void load_elements(const Elements& its, float* held) {
-    typename Type::Bits bits[ELEMENTS_PER_LANE];
-    read_elements(its, bits);
-#pragma unroll
-    for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
-        held[i] = Type::load(bits[i]);
-    }
-}
-
-template <typename Type>
-__device__ __forceinline__ void store_elements(const Elements& its, const float* held) {
-    typename Type::Bits bits[ELEMENTS_PER_LANE];
-#pragma unroll
-    for (i32 i = 0; i < ELEMENTS_PER_LANE; i++) {
-        bits[i] = Type::store(held[i]);
-    }
-    write_elements(its, bits);
-}
-
-/// Eight bytes, the first in the lowest of the first part.
-struct alignas(8) Word8 {
-    u32 parts[2];
-};
-
-template <typename Type>
-__device__ __forceinline__ void store_eighths(const Elements& its, const StorePart& part, const float* held) {
-    static_assert(ELEMENTS_PER_LANE == 8, "as many as store_eight takes");
-    Word8 bytes;
-    store_eight<Type>(held, part.divisor, part.reciprocal, bytes.parts);
-    if (its.is_run) {
-        *reinterpret_cast<Word8*>(its.target + its.first) = bytes;
-        return;
-    }
-    u8 elements[ELEMENTS_PER_LANE];
+/// Reads elements in turns with the other lanes; what is beyond the row is zero.
+template <typename Bits>
+__device__ __forceinline__ void
+hold_elements(Held& held, const StorePart& part, const u8* source, u32 first) {
+    u32 lanes = 1u << part.split.lane_bits;
+    u32 dim = part.dim.by;
+    u32 head = quotient(first, part.dim);
+    u32 rest = first - head * dim;
+    i64 offset = head * part.head_stride + rest * part.dim_stride;
+    u32 head_step = quotient(lanes, part.dim);
+    u32 rest_step = lanes - head_step * dim;
+    i64 step = head_step * part.head_stride + rest_step * part.dim_stride;
+    // What the place of an element moves by beyond a step, where a head ends.
+    i64 turn = part.head_stride - dim * part.dim_stride;
 #pragma unroll
     for (u32 i = 0; i < ELEMENTS_PER_LANE; i++) {
-        elements[i] = u8(bytes.parts[i / 4] >> i % 4 * 8);
+        bool is_inside = first + i * lanes < part.units;
+        Bits bits = is_inside ? *reinterpret_cast<const Bits*>(source + offset) : Bits(0);
+        put_element(held, i, sizeof(Bits) < 4 ? sizeof(Bits) : 4, held_bits(bits));
+        offset += step;
+        rest += rest_step;
+        if (rest >= dim) {
+            rest -= dim;
+            offset += turn;
+        }
     }
-    write_elements(its, elements);
 }
 
-/// Bytes of an element of a buffer.
-__device__ __forceinline__ i32 bytes_of(i32 dtype) {
-    return dtype == DTYPE_F32 ? 4 : dtype == DTYPE_F16 || dtype == DTYPE_BF16 ? 2 : 1;
+template <typename Bits>
+__device__ __forceinline__ void
+take_elements(const Held& held, const StorePart& part, u8* target, u32 first) {
+    u32 lanes = 1u << part.split.lane_bits;
+#pragma unroll
+    for (u32 i = 0; i < ELEMENTS_PER_LANE; i++) {
+        u32 at = first + i * lanes;
+        if (at < part.units) {
+            reinterpret_cast<Bits*>(target)[at] = element<Bits>(held, i);
+        }
+    }
 }
 
-__device__ __forceinline__ void convert_elements(const Elements& its, const StorePart& part) {
-    float held[ELEMENTS_PER_LANE];
+/// Makes floats of elements. The last come first: each float takes the place of elements that follow it.
+template <typename Type>
+__device__ __forceinline__ void widen_elements(Held& held) {
+#pragma unroll
+    for (u32 i = ELEMENTS_PER_LANE; i-- > 0;) {
+        held[i] = to_bits(Type::load(element<typename Type::Bits>(held, i)));
+    }
+}
+
+template <typename Type>
+__device__ __forceinline__ void narrow_elements(Held& held) {
+#pragma unroll
+    for (u32 i = 0; i < ELEMENTS_PER_LANE; i++) {
+        put_element(held, i, sizeof(typename Type::Bits), Type::store(from_bits(held[i])));
+    }
+}
+
+template <typename Type>
+__device__ __forceinline__ void divide_elements(Held& held, const StorePart& part) {
+    static_assert(ELEMENTS_PER_LANE == 16, "as many as store_sixteen takes");
+    float values[ELEMENTS_PER_LANE];
+#pragma unroll
+    for (u32 i = 0; i < ELEMENTS_PER_LANE; i++) {
+        values[i] = from_bits(held[i]);
+    }
+    store_sixteen<Type>(values, part.divisor, part.reciprocal, held);
+}
+
+__device__ __forceinline__ void convert_elements(Held& held, const StorePart& part) {
     switch (part.source_dtype) {
-        case DTYPE_F64: load_elements<F64>(its, held); break;
-        case DTYPE_F32: load_elements<F32>(its, held); break;
-        case DTYPE_F16: load_elements<F16>(its, held); break;
-        case DTYPE_BF16: load_elements<BF16>(its, held); break;
-        case DTYPE_F8E4M3: load_elements<F8E4M3>(its, held); break;
-        default: load_elements<F8E5M2>(its, held); break;
+        case DTYPE_F16: widen_elements<F16>(held); break;
+        case DTYPE_BF16: widen_elements<BF16>(held); break;
+        case DTYPE_F8E4M3: widen_elements<F8E4M3>(held); break;
+        case DTYPE_F8E5M2: widen_elements<F8E5M2>(held); break;
+        default: break;
     }
     switch (part.target_dtype) {
-        case DTYPE_F32: return store_elements<F32>(its, held);
-        case DTYPE_F16: return store_elements<F16>(its, held);
-        case DTYPE_BF16: return store_elements<BF16>(its, held);
-        case DTYPE_F8E4M3: return store_eighths<F8E4M3>(its, part, held);
-        default: return store_eighths<F8E5M2>(its, part, held);
+        case DTYPE_F16: return narrow_elements<F16>(held);
+        case DTYPE_BF16: return narrow_elements<BF16>(held);
+        case DTYPE_F8E4M3: return divide_elements<F8E4M3>(held, part);
+        case DTYPE_F8E5M2: return divide_elements<F8E5M2>(held, part);
+        default: return;
     }
 }
 
-/// The row that value `at` is stored to, or -1 for none. Notes a row that does not exist.
-__device__ __forceinline__ i64 target_row(const StoreParams& p, const Place& at, const i32* list) {
-    i64 row = number(p.indices, at.row, list);
-    if (row < p.rows) {
-        return row < 0 ? -1 : row;
-    }
-    if (at.first == 0) {
-        note(p.fault, FAULT_ROW, at.row, row);
-    }
-    return -1;
-}
-
-/// Stores words of a value, which are read while the index of their row is: of few rows, a store takes as long as what
-/// it waits for.
-template <typename Word>
+/// Reads what a lane stores of a value, and converts it.
 __device__ __forceinline__ void
-store_words(const StoreParams& p, const StorePart& part, const Place& at, const u8* source, const i32* list) {
-    Word held[WORDS_PER_LANE];
-    u32 lanes = 1u << part.split.lane_bits;
-    read_words(held, source, at.first, lanes, part.words);
-    i64 row = target_row(p, at, list);
-    if (row >= 0) {
-        write_words(part.target + row * part.words * part.word, held, at.first, lanes, part.words);
+hold_piece(Held& held, const StorePart& part, const u8* source, u32 first) {
+    if (part.way == WAY_WORDS) {
+        switch (part.size) {
+            case 16: return hold_words<Word16>(held, part, source, first);
+            case 8: return hold_words<Word8>(held, part, source, first);
+            case 4: return hold_words<u32>(held, part, source, first);
+            case 2: return hold_words<u16>(held, part, source, first);
+            default: return hold_words<u8>(held, part, source, first);
+        }
+    }
+    if (part.way == WAY_RUNS) {
+        switch (part.size) {
+            case 4: hold_runs<Word16, 2>(held, part, source, first); break;
+            case 2: hold_runs<Word16, 1>(held, part, source, first); break;
+            default: hold_runs<Word8, 1>(held, part, source, first); break;
+        }
+    } else {
+        switch (part.size) {
+            case 8: hold_elements<u64>(held, part, source, first); break;
+            case 4: hold_elements<u32>(held, part, source, first); break;
+            case 2: hold_elements<u16>(held, part, source, first); break;
+            default: hold_elements<u8>(held, part, source, first); break;
+        }
+    }
+    if (part.source_dtype != part.target_dtype) {
+        convert_elements(held, part);
     }
 }
 
-/// Row `indices[i]` of the target becomes row i of the values, for K and V. Negative indices are skipped.
-KERNELS(kvpool_store, StoreParams) {
-    bool is_second = blockIdx.x >= u32(p.first_blocks);
+__device__ __forceinline__ void
+take_piece(const Held& held, const StorePart& part, u8* target, u32 first) {
+    if (part.way == WAY_WORDS) {
+        switch (part.size) {
+            case 16: return take_words<Word16>(held, part, target, first);
+            case 8: return take_words<Word8>(held, part, target, first);
+            case 4: return take_words<u32>(held, part, target, first);
+            case 2: return take_words<u16>(held, part, target, first);
+            default: return take_words<u8>(held, part, target, first);
+        }
+    }
+    if (part.way == WAY_RUNS) {
+        switch (part.target_size) {
+            case 4: return take_runs<Word16, 2>(held, part, target, first);
+            case 2: return take_runs<Word16, 1>(held, part, target, first);
+            default: return take_runs<Word8, 1>(held, part, target, first);
+        }
+    }
+    switch (part.target_size) {
+        case 4: return take_elements<u32>(held, part, target, first);
+        case 2: return take_elements<u16>(held, part, target, first);
+        default: return take_elements<u8>(held, part, target, first);
+    }
+}
+
+/// Row `indices[i]` of the target becomes row i of the values, for K and V. Negative indices are skipped. `IS_WIDE`: both are
+/// stored in words of 16 bytes, as most are. Of few rows, a store takes as long as its instructions and what it waits for: so
+/// these have a kernel of their own, and values are read while the index of their row is.
+template <bool IS_WIDE>
+__device__ __forceinline__ void store(const StoreParams& p, const i32* list) {
+    bool is_second = blockIdx.x >= p.first_blocks;
     const StorePart& part = p.parts[is_second];
-    bool as_words = part.way == WAY_WORDS;
-    u32 block = is_second ? blockIdx.x - u32(p.first_blocks) : blockIdx.x;
-    Place at = place(block, part.split, as_words ? WORDS_PER_LANE : ELEMENTS_PER_LANE);
+    u32 block = is_second ? blockIdx.x - p.first_blocks : blockIdx.x;
+    Place at = place(block, part.split, IS_WIDE ? u32(WORDS_PER_LANE) : part.per_lane);
     if (at.row >= p.count) {
         return;
     }
-    i64 lead = offset_of(at.row, part.lead_ndim, part.lead_shape, part.lead_strides);
-    const u8* source = part.source + lead * part.element_bytes;
-    if (as_words) {
-        switch (part.word) {
-            case 16: return store_words<Word16>(p, part, at, source, list);
-            case 8: return store_words<u64>(p, part, at, source, list);
-            case 4: return store_words<u32>(p, part, at, source, list);
-            case 2: return store_words<u16>(p, part, at, source, list);
-            default: return store_words<u8>(p, part, at, source, list);
+    Fetched index = fetch(p.indices, at.row, list);
+    const u8* source = part.source + offset_of(at.row, part.lead_ndim, part.lead_shape, part.lead_strides);
+    Held held;
+    if (IS_WIDE) {
+        hold_words<Word16>(held, part, source, at.first);
+    } else {
+        hold_piece(held, part, source, at.first);
+    }
+    i64 row = value_of(p.indices, index);
+    if (!within(row, p.rows)) {
+        if (row >= 0 && at.first == 0) {
+            note(p.fault, FAULT_ROW, at.row, row);
         }
-    }
-    i64 row = target_row(p, at, list);
-    if (row < 0) {
         return;
     }
-    bool converts = part.way == WAY_CONVERT;
-    i32 target_bytes = converts ? bytes_of(part.target_dtype) : part.element_bytes;
-    u8* target = part.target + row * part.words * target_bytes;
-    Elements its = elements(part, source, target, at.first);
-    if (its.first >= its.words) {
-        return;
+    u8* target = part.target + row * part.row_bytes;
+    if (IS_WIDE) {
+        take_words<Word16>(held, part, target, at.first);
+    } else {
+        take_piece(held, part, target, at.first);
     }
-    if (converts) {
-        return convert_elements(its, part);
-    }
-    switch (part.element_bytes) {
-        case 4: return copy_elements<u32>(its);
-        case 2: return copy_elements<u16>(its);
-        default: return copy_elements<u8>(its);
-    }
+}
+
+KERNELS(kvpool_store, StoreParams) {
+    store<false>(p, list);
+}
+
+KERNELS(kvpool_store_wide, StoreParams) {
+    store<true>(p, list);
 }
 
 /// Row i of the target becomes row `indices[i]` of the source, for K and V, or zeros if that row does not exist.
 KERNELS(kvpool_gather, GatherParams) {
-    bool is_second = blockIdx.x >= u32(p.first_blocks);
+    bool is_second = blockIdx.x >= p.first_blocks;
     const GatherPart& part = p.parts[is_second];
-    u32 block = is_second ? blockIdx.x - u32(p.first_blocks) : blockIdx.x;
+    u32 block = is_second ? blockIdx.x - p.first_blocks : blockIdx.x;
     u32 lanes = 1u << part.split.lane_bits;
     Place at = place(block, part.split, WORDS_PER_LANE);
     if (at.row >= p.count) {
         return;
     }
-    i64 row_bytes = part.words * part.word;
-    u8* target = part.target + at.row * row_bytes;
+    u8* target = part.target + at.row * part.row_bytes;
     i64 row = number(p.indices, at.row, list);
     if (!within(row, p.rows)) {
         if (at.first == 0) {
@@ -343,7 +412,7 @@ KERNELS(kvpool_gather, GatherParams) {
         }
         return zero_piece(target, at.first, lanes, part.words, part.word);
     }
-    copy_piece(target, part.source + row * row_bytes, at.first, lanes, part.words, part.word);
+    copy_piece(target, part.source + row * part.row_bytes, at.first, lanes, part.words, part.word);
 }
 
 /// The buffer, of either group, that a block works on: its number in the group, and the number of the block within it.
@@ -373,8 +442,10 @@ KERNELS(kvpool_move, MoveParams) {
     if (at.row >= p.count) {
         return;
     }
-    i64 to = number(p.target, at.row, list);
-    i64 from = number(p.source, at.row, list);
+    Fetched target_row = fetch(p.target, at.row, list);
+    Fetched source_row = fetch(p.source, at.row, list);
+    i64 to = value_of(p.target, target_row);
+    i64 from = value_of(p.source, source_row);
     if (!within(to, p.rows) || !within(from, p.rows)) {
         if (at.first == 0) {
             note(p.fault, FAULT_ROW, at.row, within(to, p.rows) ? from : to);
@@ -382,9 +453,8 @@ KERNELS(kvpool_move, MoveParams) {
         return;
     }
     if (to != from) {
-        i64 row_bytes = group.words * group.word;
-        u8* target = its.base + to * row_bytes;
-        const u8* source = its.base + from * row_bytes;
+        u8* target = its.base + to * group.row_bytes;
+        const u8* source = its.base + from * group.row_bytes;
         copy_piece(target, source, at.first, 1u << group.split.lane_bits, group.words, group.word);
     }
 }
@@ -410,7 +480,7 @@ __device__ __forceinline__ void move_word(const i32* steps, i64 count, u8* base,
 KERNELS(kvpool_move_in_order, OrderParams) {
     Buffer its = buffer_of(p.groups, blockIdx.x);
     const RowGroup& group = its.group;
-    i64 word = i64(its.block) * BLOCK + threadIdx.x;
+    u32 word = its.block * BLOCK + threadIdx.x;
     if (word >= group.words) {
         return;
     }
@@ -439,7 +509,7 @@ KERNELS(kvpool_zero, ZeroParams) {
         }
         return;
     }
-    u8* target = its.base + row * group.words * group.word;
+    u8* target = its.base + row * group.row_bytes;
     zero_piece(target, at.first, 1u << group.split.lane_bits, group.words, group.word);
 }
 

@@ -4,13 +4,14 @@
 
 /// `table[row[i], column[i]] = value[i]`; the written values also go to `echo`, if there is one.
 KERNELS(kvpool_write_points, PointsParams) {
-    i64 i = thread_number();
+    u32 i = u32(thread_number());
     if (i >= p.count) {
         return;
     }
-    i64 row = number(p.row, i, list);
-    i64 column = number(p.column, i, list);
-    i64 value = number(p.value, i, list);
+    Fetched fetched[] = {fetch(p.row, i, list), fetch(p.column, i, list), fetch(p.value, i, list)};
+    i64 row = value_of(p.row, fetched[0]);
+    i64 column = value_of(p.column, fetched[1]);
+    i64 value = value_of(p.value, fetched[2]);
     bool is_right = true;
     if (!within(row, p.rows)) {
         note(p.fault, FAULT_ROW, i, row);
@@ -31,60 +32,68 @@ KERNELS(kvpool_write_points, PointsParams) {
     }
 }
 
-/// Copies `length` numbers, or writes zeros without a source; each thread has several in flight.
-__device__ __forceinline__ void copy_numbers(i32* target, const i32* source, i64 length) {
-    i64 step = i64(gridDim.x) * BLOCK;
-    for (i64 first = thread_number(); first < length; first += WORDS_PER_LANE * step) {
-        i32 held[WORDS_PER_LANE];
+/// Numbers that the blocks in the first dimension of the grid take at once: each thread NUMBERS_PER_THREAD, BLOCK apart.
+enum { TURN = BLOCK * NUMBERS_PER_THREAD };
+
+/// Copies `length` numbers; those that a thread takes at once are read before the first is written.
+__device__ __forceinline__ void copy_numbers(i32* target, const i32* source, u32 length) {
+    for (u32 first = blockIdx.x * TURN + threadIdx.x; first < length; first += gridDim.x * TURN) {
+        const i32* from = source + first;
+        i32* to = target + first;
+        i32 held[NUMBERS_PER_THREAD];
 #pragma unroll
-        for (i32 i = 0; i < WORDS_PER_LANE; i++) {
-            i64 at = first + i * step;
-            held[i] = source != nullptr && at < length ? source[at] : 0;
+        for (u32 i = 0; i < NUMBERS_PER_THREAD; i++) {
+            if (i * BLOCK < length - first) {
+                held[i] = from[i * BLOCK];
+            }
         }
 #pragma unroll
-        for (i32 i = 0; i < WORDS_PER_LANE; i++) {
-            i64 at = first + i * step;
-            if (at < length) {
-                target[at] = held[i];
+        for (u32 i = 0; i < NUMBERS_PER_THREAD; i++) {
+            if (i * BLOCK < length - first) {
+                to[i * BLOCK] = held[i];
             }
         }
     }
 }
 
-/// Row `rows[i]` from column `starts[i]` on becomes `values[indptr[i]..indptr[i + 1]]`, or as many zeros.
-KERNELS(kvpool_write_ragged, RaggedParams) {
+/// The first `indptr[i + 1] - indptr[i]` columns of row `rows[i]` become zero.
+KERNELS(kvpool_zero_columns, ColumnsParams) {
     const i32* rows = list != nullptr ? list : p.rows;
     const i32* indptr = list != nullptr ? list + p.count : p.indptr;
-    for (i64 i = blockIdx.y; i < p.count; i += gridDim.y) {
-        i64 begin = indptr[i];
+    for (u32 i = blockIdx.y; i < p.count; i += gridDim.y) {
         // The ends may have wrapped; their difference has not.
-        i64 length = i32(u32(indptr[i + 1]) - u32(indptr[i]));
-        i64 start = p.starts == nullptr ? 0 : p.starts[i];
-        i32* row = p.table + rows[i] * p.columns + start;
-        copy_numbers(row, p.values == nullptr ? nullptr : p.values + begin, length);
+        u32 length = u32(indptr[i + 1]) - u32(indptr[i]);
+        i32* row = p.table + rows[i] * p.columns;
+        for (u32 first = blockIdx.x * TURN + threadIdx.x; first < length; first += gridDim.x * TURN) {
+#pragma unroll
+            for (u32 step = 0; step < NUMBERS_PER_THREAD; step++) {
+                if (step * BLOCK < length - first) {
+                    (row + first)[step * BLOCK] = 0;
+                }
+            }
+        }
     }
 }
 
 /// `out[indptr[i]..indptr[i + 1]]` becomes the first slots of row `row[i]`.
 KERNELS(kvpool_kv_indices, KvIndicesParams) {
-    for (i64 i = blockIdx.y; i < p.count; i += gridDim.y) {
-        i64 row = number(p.row, i, list);
-        i64 begin = number(p.indptr, i, list);
-        i64 end = number(p.indptr, i + 1, list);
-        bool is_first = thread_number() == 0;
+    bool is_first = thread_number() == 0;
+    for (u32 i = blockIdx.y; i < p.count; i += gridDim.y) {
+        Fetched fetched[] = {fetch(p.row, i, list), fetch(p.indptr, i, list), fetch(p.indptr, i + 1, list)};
+        i64 row = value_of(p.row, fetched[0]);
+        i64 begin = value_of(p.indptr, fetched[1]);
+        i64 end = value_of(p.indptr, fetched[2]);
         if (!within(row, p.rows)) {
             if (is_first) {
                 note(p.fault, FAULT_ROW, i, row);
             }
-            continue;
-        }
-        if (begin < 0 || end < begin || end > p.capacity || end - begin > p.columns) {
+        } else if (begin < 0 || end < begin || end > p.capacity || end - begin > p.columns) {
             if (is_first) {
                 note(p.fault, FAULT_COLUMN, i, end);
             }
-            continue;
+        } else {
+            copy_numbers(p.out + begin, p.table + row * p.columns, u32(end - begin));
         }
-        copy_numbers(p.out + begin, p.table + row * p.columns, end - begin);
     }
 }
 
@@ -102,7 +111,7 @@ KERNEL(kvpool_continue_pages, WithList<ContinueParams>) {
     if (offset == 0 || grown == 0) {
         return;
     }
-    i64 last = number(p.params.last_loc, p.params.first + i, nullptr);
+    i64 last = number(p.params.last_loc, u32(p.params.first + i), nullptr);
     if (!within(last - p.params.page_size, p.params.slots) || (last + 1) % p.params.page_size != offset) {
         note(p.params.fault, FAULT_LAST, p.params.first + i, last);
         return;
@@ -119,7 +128,7 @@ KERNEL(kvpool_continue_pages, WithList<ContinueParams>) {
 
 /// `out[i]` becomes number i of an index tensor.
 KERNEL(kvpool_read_indices, ReadParams) {
-    i64 i = thread_number();
+    u32 i = u32(thread_number());
     if (i < p.count) {
         p.out[i] = number(p.from, i, nullptr);
     }

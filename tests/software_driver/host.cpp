@@ -133,15 +133,14 @@ extern "C" float software_divide(float value, float divisor, float reciprocal) {
     return divide(value, divisor, reciprocal);
 }
 
-/// Eight values as 8-bit floats, as the kernels store them.
-extern "C" u64 software_store_eight(i32 dtype, const float* values, float divisor, float reciprocal) {
-    u32 bytes[2];
+/// Sixteen values as 8-bit floats, four in each of `bytes`, as the kernels store them.
+extern "C" void
+software_store_sixteen(i32 dtype, const float* values, float divisor, float reciprocal, u32* bytes) {
     if (dtype == DTYPE_F8E4M3) {
-        store_eight<F8E4M3>(values, divisor, reciprocal, bytes);
+        store_sixteen<F8E4M3>(values, divisor, reciprocal, bytes);
     } else {
-        store_eight<F8E5M2>(values, divisor, reciprocal, bytes);
+        store_sixteen<F8E5M2>(values, divisor, reciprocal, bytes);
     }
-    return u64(bytes[1]) << 32 | bytes[0];
 }
 
 /// A value as an 8-bit float, by the definition.

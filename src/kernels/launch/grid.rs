@@ -2,15 +2,21 @@
 
 use std::ptr;
 
-use crate::base::bounded::{narrow, signed, unsigned};
+use crate::base::bounded::{narrow, signed};
 use crate::base::{Error, Result, widen};
 use crate::kernels::pages::{KindCopy, PagePlan};
 use crate::kernels::rows::RowBuffer;
 
+/// Bytes of the widest word.
+pub(super) const WIDEST: usize = 16;
 /// Words that one thread copies.
 pub(super) const WORDS_PER_LANE: usize = 4;
-/// Elements that one thread converts.
-pub(super) const ELEMENTS_PER_LANE: usize = 8;
+/// Elements that one thread stores, and those of its runs: elements that it reads or writes together.
+pub(super) const ELEMENTS_PER_LANE: usize = 16;
+pub(super) const RUNS_PER_LANE: usize = 2;
+pub(super) const RUN: usize = ELEMENTS_PER_LANE / RUNS_PER_LANE;
+/// Numbers of a table that one thread copies at once.
+const NUMBERS_PER_THREAD: usize = 8;
 /// Threads per block.
 const BLOCK: usize = 256;
 /// The most threads that share a row.
@@ -41,19 +47,18 @@ pub(super) struct Split {
 pub(super) struct RowGroup {
     pub(super) base: *mut u8,
     pub(super) step: i64,
-    pub(super) words: i64,
+    pub(super) row_bytes: i64,
     pub(super) split: Split,
     pub(super) blocks: Divisor,
     pub(super) buffers: u32,
+    pub(super) words: u32,
     pub(super) word: i32,
-    pub(super) unused: i32,
 }
 
 impl Divisor {
     /// Divides by `by`, at least 1 and below 2^31.
     pub(super) fn new(by: usize) -> Result<Self> {
-        let by = u32::try_from(by).ok().filter(|by| (1..1 << 31).contains(by));
-        let by = by.ok_or_else(|| Error::config("a row or a batch is too large for one launch"))?;
+        let by = below_2_31(by).filter(|by| *by > 0).ok_or_else(row_too_large_error)?;
         let shift = 31 + by.next_power_of_two().trailing_zeros();
         // Fits, as 2^shift is at most 2^32 * (by - 1).
         let factor = u32::try_from((1u64 << shift).div_ceil(u64::from(by)));
@@ -72,17 +77,26 @@ impl Split {
     /// Returns the number of blocks for `count` rows.
     fn blocks(&self, count: usize) -> Result<u32> {
         // Kernels count pieces in 31 bits.
-        let pieces = count.checked_mul(widen(self.pieces.by)).and_then(|pieces| u32::try_from(pieces).ok());
-        let pieces = pieces.filter(|pieces| *pieces < 1 << 31);
+        let pieces = count.checked_mul(widen(self.pieces.by)).and_then(below_2_31);
         let pieces = pieces.ok_or_else(|| grid_too_large_error(count, "rows"))?;
-        blocks(widen(pieces) << self.lane_bits)
+        blocks_of(widen(pieces) << self.lane_bits)
     }
 }
 
+/// Returns `number` if kernels can count to it.
+fn below_2_31(number: usize) -> Option<u32> {
+    u32::try_from(number).ok().filter(|number| *number < 1 << 31)
+}
+
+/// Checks the number of words, or whatever threads take, of a row.
+pub(super) fn units(number: usize) -> Result<u32> {
+    below_2_31(number).ok_or_else(row_too_large_error)
+}
+
 /// Returns the first block of the second of two parts, and the grid of both.
-pub(super) fn parts_grid(splits: [Split; 2], count: usize) -> Result<(i64, [u32; 2])> {
+pub(super) fn parts_grid(splits: [Split; 2], count: usize) -> Result<(u32, [u32; 2])> {
     let [first, second] = [splits[0].blocks(count)?, splits[1].blocks(count)?];
-    Ok((i64::from(first), [total(u64::from(first) + u64::from(second))?, 1]))
+    Ok((first, [total(u64::from(first) + u64::from(second))?, 1]))
 }
 
 impl RowGroup {
@@ -114,12 +128,12 @@ impl RowGroup {
         Ok(Self {
             base,
             step: signed(step),
-            words: signed(words),
+            row_bytes: signed(row_bytes),
             split: Split::new(words, WORDS_PER_LANE)?,
             blocks: Divisor::new(1)?,
             buffers: u32::try_from(buffers).map_err(|_| grid_too_large_error(buffers, "buffers"))?,
+            words: units(words)?,
             word: word.into(),
-            unused: 0,
         })
     }
 }
@@ -146,7 +160,7 @@ impl Groups {
 
     /// Returns the groups and a grid with a thread for each word of a row, in every buffer.
     pub(super) fn for_words(self) -> Result<([RowGroup; 2], [u32; 2])> {
-        self.with_blocks(|group| blocks(unsigned(group.words)))
+        self.with_blocks(|group| blocks(widen(group.words)))
     }
 
     fn with_blocks(
@@ -174,6 +188,10 @@ fn total(blocks: u64) -> Result<u32> {
         .ok_or_else(|| grid_too_large_error(blocks, "blocks"))
 }
 
+fn row_too_large_error() -> Error {
+    Error::config("a row or a batch is too large for one launch")
+}
+
 fn grid_too_large_error(number: impl std::fmt::Display, noun: &str) -> Error {
     Error::config(format!("{number} {noun} of work are more than one launch takes; pass it in parts"))
 }
@@ -186,8 +204,25 @@ pub(super) fn ragged_grid(longest: usize, count: usize) -> Result<[u32; 2]> {
     Ok([blocks(longest)?.min(narrow(ENOUGH.div_ceil(count.max(1)))), narrow(count.min(MAX_Y))])
 }
 
-/// Returns the number of blocks for `threads` threads.
+/// As [`ragged_grid`], for segments whose numbers are copied as they are: a block takes many of them at once.
+pub(super) fn copy_grid(longest: usize, count: usize) -> Result<[u32; 2]> {
+    /// A few for each multiprocessor, which run at once and have more bytes under way than memory takes.
+    const ENOUGH: usize = 512;
+    let longest = counted(longest)?.div_ceil(BLOCK * NUMBERS_PER_THREAD);
+    Ok([narrow(longest.min(ENOUGH.div_ceil(count.max(1)))), narrow(counted(count)?.min(MAX_Y))])
+}
+
+/// Checks the number of elements of a batch, which kernels count in 31 bits.
+pub(super) fn counted(number: usize) -> Result<usize> {
+    below_2_31(number).map(widen).ok_or_else(|| grid_too_large_error(number, "threads"))
+}
+
+/// Returns the number of blocks for `threads` threads, each with a number that kernels count in 31 bits.
 pub(super) fn blocks(threads: usize) -> Result<u32> {
+    blocks_of(counted(threads)?)
+}
+
+fn blocks_of(threads: usize) -> Result<u32> {
     let blocks = threads.div_ceil(BLOCK);
     i32::try_from(blocks).map(i32::unsigned_abs).map_err(|_| grid_too_large_error(threads, "threads"))
 }
@@ -197,8 +232,6 @@ pub(super) fn blocks(threads: usize) -> Result<u32> {
 pub(super) struct Word(u8);
 
 impl Word {
-    pub(super) const BYTE: Self = Self(1);
-
     pub(super) fn bytes(self) -> usize {
         self.0.into()
     }
@@ -212,7 +245,7 @@ impl From<Word> for i32 {
 
 /// Returns the largest word of which all `places` are multiples.
 pub(super) fn word_of(places: impl IntoIterator<Item = usize>) -> Word {
-    let bits = places.into_iter().fold(16, |bits, place| bits | place);
+    let bits = places.into_iter().fold(WIDEST, |bits, place| bits | place);
     Word(1 << bits.trailing_zeros())
 }
 
@@ -282,6 +315,29 @@ mod tests {
         assert_eq!(grid, [36 * (512 + 12), 1]);
         assert_eq!((groups[0].blocks.by, groups[1].blocks.by), (512, 12));
         assert_eq!(states().for_rows(0).expect("nothing").1, [0, 1]);
+    }
+
+    #[test]
+    fn copies_of_numbers_have_a_block_for_many_of_them() {
+        let of = |longest, count| copy_grid(longest, count).expect("a grid");
+        assert_eq!([of(2048, 256), of(2049, 256), of(1 << 20, 256)], [[1, 256], [2, 256], [2, 256]]);
+        assert_eq!([of(1 << 20, 1), of(1 << 21, 1), of(1, 70_000)], [[512, 1], [512, 1], [1, 65_535]]);
+        assert_eq!([of(0, 3), of(5, 0)], [[0, 3], [1, 0]]);
+    }
+
+    #[test]
+    fn kernels_count_in_31_bits() {
+        const MOST: usize = (1 << 31) - 1;
+        assert_eq!(units(MOST).expect("in range"), (1 << 31) - 1);
+        assert_eq!(blocks(MOST).expect("in range"), 1 << 23);
+        let errors = [
+            units(MOST + 1).map(|_| ()),
+            blocks(MOST + 1).map(|_| ()),
+            copy_grid(MOST + 1, 1).map(|_| ()),
+            copy_grid(1, MOST + 1).map(|_| ()),
+            RowGroup::of(ptr::null_mut(), 0, MOST + 1, 1, word_of([1])).map(|_| ()),
+        ];
+        assert!(errors.iter().all(Result::is_err));
     }
 
     #[test]

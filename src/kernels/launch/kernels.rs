@@ -12,8 +12,8 @@ use crate::memory::{Function, Gpu};
 use super::images::{Compiled, PLAN, PLAN_LONG, ROWS, TABLE};
 use super::numbers::{LONG_PARAMS, LONG_PARAMS_SINCE, LONGEST_PARAMS, WithList};
 use super::params::{
-    ContinueParams, GatherParams, KvIndicesParams, MoveParams, OrderParams, PagesParams, PlanParams,
-    PointsParams, RaggedParams, ReadParams, StoreParams, ZeroParams,
+    ColumnsParams, ContinueParams, GatherParams, KvIndicesParams, MoveParams, OrderParams, PagesParams,
+    PlanParams, PointsParams, ReadParams, StoreParams, ZeroParams,
 };
 
 /// A kernel that takes a `P`, its only parameter.
@@ -100,12 +100,14 @@ pub(super) struct Kernels {
     pub(super) plan: Kernel<PlanParams>,
     pub(super) long_plan: Option<LongPlan>,
     pub(super) store: Kernel<StoreParams>,
+    /// `store` of values that are all stored in words of 16 bytes.
+    pub(super) store_wide: Kernel<StoreParams>,
     pub(super) gather: Kernel<GatherParams>,
     pub(super) copy: Kernel<MoveParams>,
     pub(super) copy_in_order: Kernel<OrderParams>,
     pub(super) zero: Kernel<ZeroParams>,
     pub(super) write_points: Kernel<PointsParams>,
-    pub(super) write_ragged: Kernel<RaggedParams>,
+    pub(super) zero_columns: Kernel<ColumnsParams>,
     pub(super) kv_indices: Kernel<KvIndicesParams>,
     pub(super) continue_pages: TypedFunction<WithList<ContinueParams>>,
     pub(super) copy_pages: TypedFunction<WithList<PagesParams>>,
@@ -125,6 +127,8 @@ impl Kernels {
         let rows = [
             c"kvpool_store",
             c"kvpool_store_listed",
+            c"kvpool_store_wide",
+            c"kvpool_store_wide_listed",
             c"kvpool_gather",
             c"kvpool_gather_listed",
             c"kvpool_move",
@@ -138,6 +142,8 @@ impl Kernels {
         let [
             store,
             store_listed,
+            store_wide,
+            store_wide_listed,
             gather,
             gather_listed,
             copy,
@@ -151,8 +157,8 @@ impl Kernels {
         let table = [
             c"kvpool_write_points",
             c"kvpool_write_points_listed",
-            c"kvpool_write_ragged",
-            c"kvpool_write_ragged_listed",
+            c"kvpool_zero_columns",
+            c"kvpool_zero_columns_listed",
             c"kvpool_kv_indices",
             c"kvpool_kv_indices_listed",
             c"kvpool_read_indices",
@@ -161,8 +167,8 @@ impl Kernels {
         let [
             points,
             points_listed,
-            ragged,
-            ragged_listed,
+            columns,
+            columns_listed,
             kv_indices,
             kv_indices_listed,
             read_indices,
@@ -173,12 +179,13 @@ impl Kernels {
             plan: Kernel::new(plan, plan_listed),
             long_plan,
             store: Kernel::new(store, store_listed),
+            store_wide: Kernel::new(store_wide, store_wide_listed),
             gather: Kernel::new(gather, gather_listed),
             copy: Kernel::new(copy, copy_listed),
             copy_in_order: Kernel::new(ordered, ordered_listed),
             zero: Kernel::new(zero, zero_listed),
             write_points: Kernel::new(points, points_listed),
-            write_ragged: Kernel::new(ragged, ragged_listed),
+            zero_columns: Kernel::new(columns, columns_listed),
             kv_indices: Kernel::new(kv_indices, kv_indices_listed),
             continue_pages: TypedFunction::new(continue_pages),
             copy_pages: TypedFunction::new(copy_pages),
@@ -211,12 +218,13 @@ mod tests {
         let mut expected: BTreeMap<&str, usize> = [
             both::<PlanParams>("kvpool_plan", "kvpool_plan_listed"),
             both::<StoreParams>("kvpool_store", "kvpool_store_listed"),
+            both::<StoreParams>("kvpool_store_wide", "kvpool_store_wide_listed"),
             both::<GatherParams>("kvpool_gather", "kvpool_gather_listed"),
             both::<MoveParams>("kvpool_move", "kvpool_move_listed"),
             both::<OrderParams>("kvpool_move_in_order", "kvpool_move_in_order_listed"),
             both::<ZeroParams>("kvpool_zero", "kvpool_zero_listed"),
             both::<PointsParams>("kvpool_write_points", "kvpool_write_points_listed"),
-            both::<RaggedParams>("kvpool_write_ragged", "kvpool_write_ragged_listed"),
+            both::<ColumnsParams>("kvpool_zero_columns", "kvpool_zero_columns_listed"),
             both::<KvIndicesParams>("kvpool_kv_indices", "kvpool_kv_indices_listed"),
         ]
         .into_iter()

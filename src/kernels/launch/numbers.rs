@@ -14,12 +14,18 @@ use crate::memory::RegionRange;
 #[repr(i32)]
 #[derive(Clone, Copy)]
 enum IndexKind {
-    /// The numbers are in an int32 tensor, or computed.
+    /// The numbers are in an int32 tensor of one dimension.
     Narrow = 0,
-    /// The numbers are in an int64 tensor.
+    /// The numbers are in an int64 tensor of one dimension.
     Wide = 1,
     /// The numbers are in the list that is passed with the launch.
     Listed = 2,
+    /// The numbers are computed.
+    Computed = 3,
+    /// The numbers are in an int32 tensor of several dimensions.
+    NarrowTensor = 4,
+    /// The numbers are in an int64 tensor of several dimensions.
+    WideTensor = 5,
 }
 
 /// `Index` of `params.cuh`: the numbers of a batch.
@@ -31,8 +37,8 @@ pub(super) struct Index {
     step: i64,
     kind: IndexKind,
     ndim: i32,
-    shape: [i64; 8],
     strides: [i64; 8],
+    shape: [i64; 8],
 }
 
 /// The kernel parameters that every driver accepts, in words of four bytes.
@@ -126,10 +132,10 @@ impl Index {
             data: ptr::null(),
             value,
             step,
-            kind: IndexKind::Narrow,
+            kind: IndexKind::Computed,
             ndim: 1,
-            shape: [1; 8],
             strides: [0; 8],
+            shape: [1; 8],
         }
     }
 
@@ -140,7 +146,8 @@ impl Index {
 
     /// Creates `len` numbers at a device address.
     fn at(data: *const c_void, len: usize) -> Self {
-        Self { data, shape: first(signed(len), 1), strides: first(1, 0), ..Self::computed(0, 0) }
+        let (shape, strides) = (first(signed(len), 1), first(1, 0));
+        Self { data, kind: IndexKind::Narrow, shape, strides, ..Self::computed(0, 0) }
     }
 
     /// Returns the numbers in device memory, or computed. A list from the host is an error.
@@ -151,11 +158,15 @@ impl Index {
             Numbers::List(_) => Err(Error::config("numbers of the host are not on the device")),
             Numbers::Tensor(tensor) => {
                 check_ints(tensor.dtype())?;
-                let is_wide = tensor.dtype() == DType::I64;
-                let kind = if is_wide { IndexKind::Wide } else { IndexKind::Narrow };
                 let (ndim, shape, strides) = collapsed(tensor.shape(), tensor.strides());
+                let kind = match (tensor.dtype() == DType::I64, ndim) {
+                    (false, 1) => IndexKind::Narrow,
+                    (true, 1) => IndexKind::Wide,
+                    (false, _) => IndexKind::NarrowTensor,
+                    (true, _) => IndexKind::WideTensor,
+                };
                 let data = tensor.address().as_ptr().cast_const().cast();
-                Ok(Self { data, kind, ndim, shape, strides, ..Self::computed(0, 0) })
+                Ok(Self { data, kind, ndim, strides, shape, ..Self::computed(0, 0) })
             }
         }
     }

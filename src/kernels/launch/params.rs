@@ -7,10 +7,12 @@ use crate::base::{DType, Result};
 use crate::kernels::convert::conversion;
 use crate::kernels::pages::KindCopy;
 use crate::kernels::rows::RowBuffer;
-use crate::kernels::store::{StoreRows, ValueLayout, inconvertible, layout};
+use crate::kernels::store::{StoreRows, inconvertible, layout};
 use crate::memory::BorrowedTensor;
 
-use super::grid::{Divisor, ELEMENTS_PER_LANE, RowGroup, Split, WORDS_PER_LANE, Word, word_of};
+use super::grid::{
+    Divisor, ELEMENTS_PER_LANE, RUN, RUNS_PER_LANE, RowGroup, Split, WIDEST, WORDS_PER_LANE, units, word_of,
+};
 use super::numbers::{Index, collapsed};
 
 /// The way in which values are copied to their buffer: `WAY_...` of `params.cuh`.
@@ -19,9 +21,9 @@ use super::numbers::{Index, collapsed};
 pub(super) enum StoreMethod {
     /// Rows are contiguous and copied word by word.
     Words = 0,
-    /// Elements are converted.
-    Convert = 1,
-    /// Elements are copied one by one.
+    /// Contiguous and aligned runs of elements are copied or converted.
+    Runs = 1,
+    /// Elements are copied or converted one by one.
     Elements = 2,
 }
 
@@ -67,32 +69,35 @@ impl DTypeCode {
 pub(super) struct StorePart {
     pub(super) target: *mut u8,
     pub(super) source: *const u8,
-    pub(super) words: i64,
-    pub(super) head_stride: i64,
-    pub(super) dim_stride: i64,
-    pub(super) lead_shape: [i64; 8],
-    pub(super) lead_strides: [i64; 8],
+    pub(super) row_bytes: i64,
     pub(super) split: Split,
-    pub(super) dim: Divisor,
-    pub(super) lead_ndim: i32,
+    pub(super) units: u32,
+    pub(super) per_lane: u32,
     pub(super) way: StoreMethod,
-    pub(super) word: i32,
+    pub(super) size: i32,
+    pub(super) lead_ndim: i32,
+    pub(super) target_size: i32,
     pub(super) source_dtype: DTypeCode,
     pub(super) target_dtype: DTypeCode,
-    pub(super) element_bytes: i32,
-    pub(super) is_run: i32,
     pub(super) divisor: f32,
     pub(super) reciprocal: f32,
+    pub(super) unused: i32,
+    pub(super) dim: Divisor,
+    pub(super) head_stride: i64,
+    pub(super) dim_stride: i64,
+    pub(super) lead_strides: [i64; 8],
+    pub(super) lead_shape: [i64; 8],
 }
 
 /// `StoreParams`.
 #[repr(C)]
 pub(super) struct StoreParams {
-    pub(super) indices: Index,
-    pub(super) count: i64,
-    pub(super) rows: i64,
     pub(super) fault: *mut c_void,
-    pub(super) first_blocks: i64,
+    pub(super) count: u32,
+    pub(super) rows: u32,
+    pub(super) first_blocks: u32,
+    pub(super) unused: u32,
+    pub(super) indices: Index,
     pub(super) parts: [StorePart; 2],
 }
 
@@ -102,32 +107,33 @@ pub(super) struct StoreParams {
 pub(super) struct GatherPart {
     pub(super) source: *const u8,
     pub(super) target: *mut u8,
-    pub(super) words: i64,
+    pub(super) row_bytes: i64,
     pub(super) split: Split,
+    pub(super) words: u32,
     pub(super) word: i32,
-    pub(super) unused: i32,
 }
 
 /// `GatherParams`.
 #[repr(C)]
 pub(super) struct GatherParams {
-    pub(super) indices: Index,
-    pub(super) count: i64,
-    pub(super) rows: i64,
     pub(super) fault: *mut c_void,
-    pub(super) first_blocks: i64,
+    pub(super) count: u32,
+    pub(super) rows: u32,
+    pub(super) first_blocks: u32,
+    pub(super) unused: u32,
     pub(super) parts: [GatherPart; 2],
+    pub(super) indices: Index,
 }
 
 /// `MoveParams`.
 #[repr(C)]
 pub(super) struct MoveParams {
+    pub(super) groups: [RowGroup; 2],
+    pub(super) fault: *mut c_void,
+    pub(super) count: u32,
+    pub(super) rows: u32,
     pub(super) target: Index,
     pub(super) source: Index,
-    pub(super) count: i64,
-    pub(super) rows: i64,
-    pub(super) fault: *mut c_void,
-    pub(super) groups: [RowGroup; 2],
 }
 
 /// `OrderParams`.
@@ -141,11 +147,11 @@ pub(super) struct OrderParams {
 /// `ZeroParams`.
 #[repr(C)]
 pub(super) struct ZeroParams {
-    pub(super) indices: Index,
-    pub(super) count: i64,
-    pub(super) rows: i64,
-    pub(super) fault: *mut c_void,
     pub(super) groups: [RowGroup; 2],
+    pub(super) fault: *mut c_void,
+    pub(super) count: u32,
+    pub(super) rows: u32,
+    pub(super) indices: Index,
 }
 
 /// `PageTarget`.
@@ -181,15 +187,13 @@ pub(super) struct PointsParams {
     pub(super) fault: *mut c_void,
 }
 
-/// `RaggedParams`.
+/// `ColumnsParams`.
 #[repr(C)]
-pub(super) struct RaggedParams {
+pub(super) struct ColumnsParams {
     pub(super) table: *mut i32,
     pub(super) columns: i64,
     pub(super) rows: *const i32,
-    pub(super) starts: *const i32,
     pub(super) indptr: *const i32,
-    pub(super) values: *const i32,
     pub(super) count: i64,
 }
 
@@ -197,14 +201,14 @@ pub(super) struct RaggedParams {
 #[repr(C)]
 pub(super) struct KvIndicesParams {
     pub(super) table: *const i32,
-    pub(super) rows: i64,
+    pub(super) out: *mut i32,
     pub(super) columns: i64,
+    pub(super) capacity: i64,
+    pub(super) rows: u32,
+    pub(super) count: u32,
+    pub(super) fault: *mut c_void,
     pub(super) row: Index,
     pub(super) indptr: Index,
-    pub(super) out: *mut i32,
-    pub(super) capacity: i64,
-    pub(super) count: i64,
-    pub(super) fault: *mut c_void,
 }
 
 /// `PlanParams`.
@@ -258,17 +262,17 @@ const _: () = {
     assert!(size_of::<Index>() == 160);
     assert!(size_of::<Divisor>() == 12);
     assert!(size_of::<Split>() == 16);
-    assert!(size_of::<StorePart>() == 232);
-    assert!(size_of::<StoreParams>() == 160 + 32 + 2 * 232);
-    assert!(size_of::<GatherParams>() == 160 + 32 + 2 * 48);
+    assert!(size_of::<StorePart>() == 240);
+    assert!(size_of::<StoreParams>() == 24 + 160 + 2 * 240);
+    assert!(size_of::<GatherParams>() == 24 + 2 * 48 + 160);
     assert!(size_of::<RowGroup>() == 64);
-    assert!(size_of::<MoveParams>() == 2 * 160 + 24 + 2 * 64);
+    assert!(size_of::<MoveParams>() == 2 * 64 + 16 + 2 * 160);
     assert!(size_of::<OrderParams>() == 16 + 2 * 64);
-    assert!(size_of::<ZeroParams>() == 160 + 24 + 2 * 64);
+    assert!(size_of::<ZeroParams>() == 2 * 64 + 16 + 160);
     assert!(size_of::<PagesParams>() == 16 + 2 * 64 + 2 * 32);
     assert!(size_of::<PointsParams>() == 24 + 3 * 160 + 24);
-    assert!(size_of::<RaggedParams>() == 56);
-    assert!(size_of::<KvIndicesParams>() == 24 + 2 * 160 + 32);
+    assert!(size_of::<ColumnsParams>() == 40);
+    assert!(size_of::<KvIndicesParams>() == 48 + 2 * 160);
     assert!(size_of::<PlanParams>() == 136);
     assert!(size_of::<ContinueParams>() == 8 + 160 + 40);
     assert!(size_of::<ReadParams>() == 176);
@@ -279,59 +283,70 @@ impl StorePart {
     pub(super) fn new(store: &StoreRows<'_>, count: usize) -> Result<Self> {
         let layout = layout(store, count)?;
         let (from, to) = (store.values.dtype(), store.target.dtype());
-        let way = if from == to && layout.is_packed() && layout.heads == 1 {
-            StoreMethod::Words
-        } else if from == to {
-            StoreMethod::Elements
-        } else if conversion(from, to).is_some() {
-            StoreMethod::Convert
-        } else {
+        if from != to && conversion(from, to).is_none() {
             return Err(inconvertible(store));
-        };
+        }
         let (lead_ndim, lead_shape, lead_strides) = collapsed(&layout.lead_shape, &layout.lead_strides);
         let target = store.target.row(0);
         let source = store.values.address().as_ptr().cast_const();
         let row_bytes = store.target.row_bytes();
+        // Strides of an empty tensor may be anything.
+        let apart = |stride: i64| stride.wrapping_mul(signed(from.size()));
+        let lead_strides = lead_strides.map(apart);
+        let (heads, dim) = (layout.heads, layout.dim);
+        let [head_stride, dim_stride] = [layout.head_stride, layout.dim_stride].map(apart);
         // Only the lowest bits matter.
-        let apart = |stride: i64| distance(stride).cast_unsigned().wrapping_mul(from.size());
-        let ValueLayout { heads, dim, head_stride, dim_stride, .. } = layout;
-        let sources = [source.addr()].into_iter().chain(lead_strides.map(apart));
+        let address = |stride: i64| distance(stride).cast_unsigned();
+        let sources = [source.addr()].into_iter().chain(lead_strides.map(address));
         let targets = [target.addr(), row_bytes];
-        let word =
-            if way == StoreMethod::Words { word_of(sources.clone().chain(targets)) } else { Word::BYTE };
-        // The lanes of a row must agree, so the decision depends only on what all rows share.
-        let heads_apart = if heads == 1 { 0 } else { apart(head_stride) };
-        let is_run = dim_stride == 1
-            && dim % ELEMENTS_PER_LANE == 0
-            && word_of(sources.chain([heads_apart])).bytes() >= run_alignment(from)
-            && word_of(targets).bytes() >= run_alignment(to);
+        let (way, size) = if from == to && layout.is_packed() && heads == 1 {
+            (StoreMethod::Words, word_of(sources.chain(targets)).bytes())
+        } else {
+            // The lanes of a row must agree, so the decision depends only on what all rows share.
+            let heads_apart = if heads == 1 { 0 } else { address(head_stride) };
+            let is_run = layout.dim_stride == 1
+                && dim % RUN == 0
+                && from.size() <= size_of::<f32>()
+                && word_of(sources.chain([heads_apart])).bytes() >= run_alignment(from)
+                && word_of(targets).bytes() >= run_alignment(to);
+            (if is_run { StoreMethod::Runs } else { StoreMethod::Elements }, from.size())
+        };
+        let (of_row, per_lane) = match way {
+            StoreMethod::Words => (row_bytes / size, WORDS_PER_LANE),
+            StoreMethod::Runs => (heads * dim / RUN, RUNS_PER_LANE),
+            StoreMethod::Elements => (heads * dim, ELEMENTS_PER_LANE),
+        };
+        // Kernels count elements, too.
+        units(heads * dim)?;
         // Other dtypes are stored unchanged: a scale applies to 8-bit floats.
         let divisor = store.scale.unwrap_or(1.0);
-        let (words, per_lane) = if way == StoreMethod::Words {
-            (row_bytes / word.bytes(), WORDS_PER_LANE)
-        } else {
-            (heads * dim, ELEMENTS_PER_LANE)
-        };
         Ok(Self {
             target,
             source,
-            words: signed(words),
-            head_stride,
-            dim_stride,
-            lead_shape,
-            lead_strides,
-            split: Split::new(words, per_lane)?,
-            dim: Divisor::new(dim.max(1))?,
-            lead_ndim,
+            row_bytes: signed(row_bytes),
+            split: Split::new(of_row, per_lane)?,
+            units: units(of_row)?,
+            per_lane: units(per_lane)?,
             way,
-            word: word.into(),
+            size: int32(size),
+            lead_ndim,
+            target_size: int32(to.size()),
             source_dtype: DTypeCode::of(from),
             target_dtype: DTypeCode::of(to),
-            element_bytes: int32(from.size()),
-            is_run: i32::from(is_run),
             divisor,
             reciprocal: reciprocal(divisor),
+            unused: 0,
+            dim: Divisor::new(dim.max(1))?,
+            head_stride,
+            dim_stride,
+            lead_strides,
+            lead_shape,
         })
+    }
+
+    /// Returns whether values are stored in words of 16 bytes.
+    pub(super) fn is_wide(&self) -> bool {
+        self.way == StoreMethod::Words && self.size == int32(WIDEST)
     }
 }
 
@@ -341,9 +356,9 @@ fn reciprocal(divisor: f32) -> f32 {
     if (least..=most).contains(&divisor) { 1.0 / divisor } else { 0.0 }
 }
 
-/// Returns the required alignment of the run of elements that one lane reads.
+/// Returns the required alignment of a run of elements.
 fn run_alignment(dtype: DType) -> usize {
-    (dtype.size() * ELEMENTS_PER_LANE).min(16)
+    (dtype.size() * RUN).min(WIDEST)
 }
 
 impl PageTarget {
@@ -366,10 +381,10 @@ impl GatherPart {
         Ok(Self {
             source: source.cast_const(),
             target,
-            words: signed(words),
+            row_bytes: signed(buffer.row_bytes()),
             split: Split::new(words, WORDS_PER_LANE)?,
+            words: units(words)?,
             word: word.into(),
-            unused: 0,
         })
     }
 }

@@ -14,13 +14,17 @@ pub struct ReadParams {
     data: u64,
     value: i64,
     step: i64,
-    is_wide: i32,
+    kind: i32,
     ndim: i32,
-    shape: [i64; 8],
     strides: [i64; 8],
+    shape: [i64; 8],
     out: u64,
     count: i64,
 }
+
+// The kinds of an index: an int32 tensor of one dimension, and computed numbers.
+const NARROW: i32 = 0;
+const COMPUTED: i32 = 3;
 
 const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../src/kernels");
 const NAME: &CStr = c"kvpool_read_indices";
@@ -57,7 +61,7 @@ pub fn launch(function: usize, grid: c_uint, block: c_uint, params: &ReadParams,
 /// The parameters of a launch that writes `5` to the eight bytes at `out`.
 pub fn five(out: u64) -> ReadParams {
     let (shape, strides) = ([0; 8], [0; 8]);
-    ReadParams { data: 0, value: 5, step: 2, is_wide: 0, ndim: 0, shape, strides, out, count: 1 }
+    ReadParams { data: 0, value: 5, step: 2, kind: COMPUTED, ndim: 0, strides, shape, out, count: 1 }
 }
 
 #[test]
@@ -69,7 +73,7 @@ fn kernels_run_late_with_the_parameters_of_the_call() {
     ok(cuMemcpyHtoDAsync_v2(list, source, 8, side));
     let (shape, strides) = ([2, 1, 1, 1, 1, 1, 1, 1], [1; 8]);
     let mut params =
-        ReadParams { data: list, value: 0, step: 0, is_wide: 0, ndim: 1, shape, strides, out, count: 2 };
+        ReadParams { data: list, value: 0, step: 0, kind: NARROW, ndim: 1, strides, shape, out, count: 2 };
     ok(launch(function, 1, 256, &params, side));
     // Nor does the caller have to keep it as it was.
     params.count = 1000;
