@@ -201,8 +201,8 @@ def read_rows(board: Board) -> Rows:  # noqa: C901 - two rows
 def narrow_rows(board: Board) -> Rows:
     """Rows of 8 bits with scales."""
 
-    def one(what: str, count: int) -> None:
-        pool = kvpool.KVPool(slots_in(board), 1, *HEADS, board.device, E4M3)
+    def one(what: str, count: int, dtype: torch.dtype) -> None:
+        pool = kvpool.KVPool(slots_in(board), 1, *HEADS, board.device, dtype)
         caches = empty_caches(board, HEADS, torch.uint8)
         moved = 2 * count * HEADS[0] * HEADS[1] * 3
         data = []
@@ -211,7 +211,7 @@ def narrow_rows(board: Board) -> Rows:
             data.append((slots.int(), slots, *rows_of(board, count, HEADS)))
 
         def plain(slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-            put(caches, slots, *((x / SCALE).to(E4M3).view(torch.uint8) for x in (k, v)))
+            put(caches, slots, *((x / SCALE).to(dtype).view(torch.uint8) for x in (k, v)))
 
         sides: dict[str, list[Call]] = {
             OURS: [partial(pool.set_kv_buffer, 0, slots, k, v, SCALE, SCALE) for slots, _, k, v in data],
@@ -234,9 +234,10 @@ def narrow_rows(board: Board) -> Rows:
         board.compare(what, sides, same=same, moved=moved, targets=[target])
         pool.check()
 
-    for count in board.sizes(*((64,) if board.little else (256, 4096, 16384))):
-        what = f"set_kv to float8_e4m3fn with scales, {count} tokens"
-        yield what, partial(one, what, count)
+    counts = board.sizes(*((64,) if board.little else (256, 4096, 16384)))
+    for count, dtype in [*((count, E4M3) for count in counts), (counts[-1], torch.float8_e5m2)]:
+        what = f"set_kv to {dtype} with scales, {count} tokens".replace("torch.", "")
+        yield what, partial(one, what, count, dtype)
 
 
 # States and tables ----------------------------------------------------------------------------------------
