@@ -110,8 +110,10 @@ impl Mirror for StageMirror {
         if version != 0 {
             return None;
         }
-        let known = |values: &Vec<i32>| !values.iter().any(|&slot| slot == PADDING.cast_signed());
-        self.locked(|values| stepped(values, first, step, count)).filter(known)
+        // To the end, so that the loop has no branch.
+        let has_unknown = |unknown: bool, &slot: &i32| unknown | (slot == PADDING.cast_signed());
+        let values = self.locked(|values| stepped(values, first, step, count))?;
+        (!values.iter().fold(false, has_unknown)).then_some(values)
     }
 }
 
