@@ -106,7 +106,7 @@ impl BatchPlanner {
         slots: Arc<TokenToKvPoolAllocator>,
         table: Arc<ReqToTokenPool>,
     ) -> Result<Arc<Self>> {
-        let state = PlannerState::new(config, backend, &slots.lock(), &table.lock())?;
+        let state = PlannerState::new(config, backend, &slots, &table)?;
         let (state, config, device) = (RankedMutex::new(LockRank::Planner, state), *config, backend.device());
         let planner = Arc::new_cyclic(|me| Self { me: me.clone(), state, slots, table, config, device });
         let reclaim: Arc<dyn Reclaim> = planner.clone();

@@ -159,6 +159,29 @@ def test_no_call_waits_for_a_lock_with_the_gil(run_snippet: RunSnippet) -> None:
     assert run_snippet(SETUP + LOCKS, hidden=["torch"]) == "done\n"
 
 
+ZEROS = """
+table, slots = kvpool.ReqToTokenPool(8, 32, "cuda"), kvpool.TokenToKVPoolAllocator(64, "cuda")
+made = []
+assert soft.soft_close_gate(stream) == 0
+making = threading.Thread(
+    target=lambda: (_kvpool._use_stream(stream.value), made.append(kvpool.BatchPlanner(table, slots, 4, 64)))
+)
+making.start()
+time.sleep(0.05)
+assert making.is_alive()
+print(table.stats()["in_use"], slots.stats()["in_use"])
+soft.soft_open_gates()
+making.join()
+print(len(made))
+"""
+
+
+def test_a_planner_that_is_made_waits_for_its_memory_without_the_locks_of_its_pools(
+    run_snippet: RunSnippet,
+) -> None:
+    assert run_snippet(SETUP + ZEROS, hidden=["torch"]) == "0 0\n1\n"
+
+
 FORK = """
 import os
 

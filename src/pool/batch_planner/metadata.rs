@@ -11,7 +11,7 @@ use std::sync::Arc;
 use crate::base::bounded::narrow;
 use crate::base::{IndexVec, RequestRow, Result, try_with_capacity, widen};
 use crate::index::{Growth, Requests, SlotAllocator};
-use crate::kernels::Executor;
+use crate::kernels::{Executor, IndexSpaces};
 use crate::memory::{Backend, Event, Host, Region, RegionWriter, Stream};
 use crate::pool::req_to_token_pool::RequestTable;
 
@@ -42,6 +42,29 @@ pub(super) struct PlanVersion {
     pub(super) kv_len: usize,
 }
 
+/// The sizes of the pools of a planner.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PoolSizes {
+    page_size: usize,
+    pages: usize,
+    table_rows: usize,
+    max_context_len: usize,
+    table_spaces: IndexSpaces,
+}
+
+impl PoolSizes {
+    /// Returns the sizes of pools for requests in `table` that take their slots from `slots`.
+    pub(super) fn of(slots: &SlotAllocator, table: &RequestTable) -> Self {
+        Self {
+            page_size: slots.page_size(),
+            pages: slots.pages().capacity(),
+            table_rows: table.table_rows(),
+            max_context_len: table.config().max_context_len,
+            table_spaces: table.spaces(),
+        }
+    }
+}
+
 /// The memory of the metadata, and its contents.
 #[derive(Debug)]
 pub(super) struct PlanMetadata {
@@ -61,18 +84,13 @@ pub(super) struct PlanMetadata {
 }
 
 impl PlanMetadata {
-    /// Creates metadata for requests in `table` that take their slots from `slots`, with memory from `backend`.
-    pub(super) fn new(
-        config: &PlannerConfig,
-        backend: &Arc<dyn Backend>,
-        slots: &SlotAllocator,
-        table: &RequestTable,
-    ) -> Result<Self> {
-        let width = table.config().max_context_len.div_ceil(slots.page_size());
+    /// Creates metadata for pools of these sizes, with memory from `backend`, for which it may wait.
+    pub(super) fn new(config: &PlannerConfig, backend: &Arc<dyn Backend>, pools: PoolSizes) -> Result<Self> {
+        let width = pools.max_context_len.div_ceil(pools.page_size);
         let layout = PlanLayout::new(*config, width)?;
         let fields = RegionWriter::new(Region::new(Arc::clone(backend), layout.bytes())?);
-        let pool_pages = slots.pages().capacity();
-        let executor = Executor::new(fields.region(), 0, table.spaces(), layout.ring_bytes(pool_pages))?;
+        let ring_bytes = layout.ring_bytes(pools.pages);
+        let executor = Executor::new(fields.region(), 0, pools.table_spaces, ring_bytes)?;
         let host_fields = match &executor {
             Executor::Host(_) => None,
             Executor::Device(_) => {
@@ -84,8 +102,8 @@ impl PlanMetadata {
             fields,
             host_fields,
             executor,
-            max_pages: layout.max_pages(pool_pages),
-            block_table: BlockTable::new(config.max_batch_size, table.table_rows())?,
+            max_pages: layout.max_pages(pools.pages),
+            block_table: BlockTable::new(config.max_batch_size, pools.table_rows)?,
             small_fields: SmallFields::default(),
             plans: 0,
             changes: 0,

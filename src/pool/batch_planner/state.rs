@@ -11,16 +11,17 @@ use crate::base::{
 use crate::index::{AbandonedRequest, CallRecord, Growth, GrowthRequest, Owner, PageList, Requests};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Stream};
-use crate::pool::req_to_token_pool::RequestTable;
+use crate::pool::req_to_token_pool::{ReqToTokenPool, RequestTable};
 use crate::pool::shortage::{Shortage, TakeResult};
 use crate::pool::slot_tensors::SlotTensors;
+use crate::pool::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use crate::pool::{TableIndex, at_least_one};
 use crate::tensor::TensorView;
 
 use super::claim::{CachedPages, Claim};
 use super::growing::GrowthGuard;
 use super::leases::Leases;
-use super::metadata::{PlanMetadata, slots_of};
+use super::metadata::{PlanMetadata, PoolSizes, slots_of};
 use super::{Batch, Field, Plan, PlannerConfig, Prefix};
 pub(super) use release::Release;
 
@@ -71,24 +72,26 @@ impl PlannerState {
     pub(super) fn new(
         config: &PlannerConfig,
         backend: &Arc<dyn Backend>,
-        slots: &SlotTensors,
-        table: &RequestTable,
+        slots: &TokenToKvPoolAllocator,
+        table: &ReqToTokenPool,
     ) -> Result<Self> {
         let PlannerConfig { max_batch_size, max_tokens, .. } = *config;
         at_least_one(&[("max_batch_size", max_batch_size), ("max_tokens", max_tokens)])?;
-        if slots.device() != table.device() {
-            return Err(Error::config(format!(
-                "the allocator is on {}, the request table on {}; a planner needs both on one device",
-                slots.device(),
-                table.device()
-            )));
-        }
-        Ok(Self {
-            requests: Requests::new(table.table_rows(), slots.slots())?,
-            metadata: PlanMetadata::new(config, backend, slots.slots(), table)?,
-            leases: Leases::new(table)?,
-            epoch: slots.epoch(),
-        })
+        let (requests, leases, epoch, sizes) = {
+            let (slots, table) = (slots.lock(), table.lock());
+            if slots.device() != table.device() {
+                return Err(Error::config(format!(
+                    "the allocator is on {}, the request table on {}; a planner needs both on one device",
+                    slots.device(),
+                    table.device()
+                )));
+            }
+            let requests = Requests::new(table.table_rows(), slots.slots())?;
+            (requests, Leases::new(&table)?, slots.epoch(), PoolSizes::of(slots.slots(), &table))
+        };
+        // Without the locks, as new memory is waited for. Another epoch that begins meanwhile is noticed later.
+        let metadata = PlanMetadata::new(config, backend, sizes)?;
+        Ok(Self { requests, metadata, leases, epoch })
     }
 
     /// Ends the tokens and the leases of all requests if the allocator has begun another epoch.
