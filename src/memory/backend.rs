@@ -51,12 +51,21 @@ impl Block {
 /// The initial contents of a new block. Pageable host memory is zeroed in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contents {
-    /// Zeros, for every stream: allocating waits for the device.
+    /// Zeros, for every stream: allocating device memory waits for the device.
     Zeros,
-    /// Zeros in the order of this stream: another stream needs an event.
+    /// Zeros in the order of this stream: another stream needs an event. Allocating waits for no work.
     ZerosOn(Stream),
-    /// Undefined contents, for memory that is always written before it is read.
+    /// Undefined contents, for memory that is always written before it is read. When there is not enough device
+    /// memory, allocating waits for memory that was given back and is still in use.
     Undefined,
+}
+
+impl Contents {
+    /// Returns whether allocating device memory may wait for enqueued work, so that the caller must hold no lock of
+    /// a pool.
+    pub(super) const fn may_wait(self) -> bool {
+        !matches!(self, Self::ZerosOn(_))
+    }
 }
 
 /// A source of memory on one device.

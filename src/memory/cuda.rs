@@ -19,5 +19,6 @@ pub(in crate::memory) use gpu::is_forked;
 pub use gpu::{Gpu, SideStream};
 pub use memory::{Cuda, PageLockedHost};
 pub use page_lock::PageLock;
+pub(crate) use parked::release_parked;
 pub(crate) use ring::Reply;
 pub use ring::Ring;

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{BufferId, Device, Error, ErrorKind, Id, Result, try_with_capacity, widen};
 use crate::index::{Bucket, Buckets, IndexHandle, Ledgered, Rounding};
-use crate::memory::{Backend, BorrowedTensor, Contents, Gpu, Keep, PageLock, Region, Stream, StreamSet};
+use crate::memory::{
+    Backend, BorrowedTensor, Contents, Gpu, Keep, PageLock, Region, Stream, StreamSet, release_parked,
+};
 
 use super::contract::{Occupancy, Pool, Stats};
 
@@ -140,17 +142,18 @@ impl BufferPool {
         self.with_room(|state| self.take(state, bytes, stream))
     }
 
-    /// Calls `take`. If there is not enough memory, deallocates the free buffers and calls it again.
+    /// Calls `take`. If there is not enough memory, deallocates the free buffers and memory that was given back while
+    /// it was in use, and calls it again.
     fn with_room<R>(&self, mut take: impl FnMut(&mut BufferState) -> Result<R>) -> Result<R> {
         let mut state = self.state();
         let has_free = state.buckets.free_count() > 0;
         match take(&mut state) {
-            Err(failure) if failure.kind() == ErrorKind::OutOfMemory && has_free => {
-                let free = state.drain_free();
-                // Their drop waits for the streams that used them, which nobody may do under the lock.
+            Err(failure) if failure.kind() == ErrorKind::OutOfMemory => {
+                let free = if has_free { state.drain_free() } else { Vec::new() };
+                // Both wait for the streams that used the memory, which nobody may do under the lock.
                 drop(state);
                 drop(free);
-                take(&mut self.state())
+                if release_parked() || has_free { take(&mut self.state()) } else { Err(failure) }
             }
             answer => answer,
         }

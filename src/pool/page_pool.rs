@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use crate::base::bounded::narrow;
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{DType, Device, Error, Id, PoolPage, Result, bytes_of, widen};
+use crate::base::{DType, Device, Error, ErrorKind, Id, PoolPage, Result, bytes_of, widen};
 use crate::index::{BadFree, BadFrees, IndexHandle, Ledgered, OnBadFree, RefCounts, on_bad_frees};
-use crate::memory::{Backend, Contents, Region, Stream};
+use crate::memory::{Backend, Contents, Region, Stream, release_parked};
 use crate::tensor::TensorView;
 
 use super::contract::{Occupancy, Pool, Stats};
@@ -85,7 +85,10 @@ impl PagePool {
         let (backend, state) =
             (Arc::clone(backend), RankedMutex::new(LockRank::PagePool, PageState::default()));
         let pool = Self { config: *config, backend, page_bytes, state };
-        pool.add(&mut pool.state(), config.initial_pages, Contents::Zeros)?;
+        // Without the lock: zeros for every stream are waited for.
+        let mut first = PageState::default();
+        pool.add(&mut first, config.initial_pages, Contents::Zeros)?;
+        *pool.state() = first;
         Ok(pool)
     }
 
@@ -142,6 +145,14 @@ impl PagePool {
     /// # Errors
     /// The error of the backend if it runs out of memory for new pages; nothing is changed.
     pub fn alloc(&self, stream: Stream) -> Result<Option<PoolPage>> {
+        match self.take(stream) {
+            // Waits, without the lock, for memory that was given back while it was in use.
+            Err(failure) if failure.kind() == ErrorKind::OutOfMemory && release_parked() => self.take(stream),
+            taken => taken,
+        }
+    }
+
+    fn take(&self, stream: Stream) -> Result<Option<PoolPage>> {
         let state = &mut *self.state();
         if self.config.grow > 0 && state.pages.ready() == 0 {
             if let Some(gpu) = self.backend.gpu() {

@@ -20,6 +20,7 @@ from kvpool import (
     ConfigError,
     DriverError,
     KVPool,
+    PagePool,
     ReqToTokenPool,
     TokenToKVPoolAllocator,
     Workspace,
@@ -315,6 +316,66 @@ def test_memory_of_a_captured_stream_goes_back_later(driver: Driver) -> None:
     spare = make_allocator(8)
     del spare
     assert (driver.device_bytes(), driver.page_locked_bytes()) == before
+
+
+def park(driver: Driver, stream: int) -> None:
+    """Gives a pool back while `stream` is captured, with work there that has not run."""
+    pools = [KVPool(1024, 1, 1, 64, "cuda", torch.float32)]
+    with on_stream(stream):
+        pools[0].move_kv([1, 2], [3, 4])
+    driver.begin_capture(stream)
+    kept = driver.device_bytes() - (1 << 17)
+    pools.clear()
+    assert driver.device_bytes() > kept, "all but its ring"
+    assert driver.end_capture(stream) >= 1
+    assert driver.pending(stream) > 0
+
+
+def test_memory_that_is_taken_under_a_lock_waits_for_none_that_is_parked(driver: Driver) -> None:
+    stream, buffers = driver.stream(), BufferPool("cuda")
+    pages = PagePool(8, 1, device="cuda", grow=1)
+    park(driver, stream)
+    held = driver.device_bytes()
+    driver.reset_calls()
+    kept = [buffers.alloc_bytes(64), pages.alloc(), pages.alloc()]
+    assert driver.calls("cuEventSynchronize") == 0
+    assert driver.pending(stream) > 0
+    assert driver.device_bytes() > held
+    driver.run(stream)
+    kept.append(buffers.alloc_bytes(1 << 10))
+    assert driver.calls("cuEventSynchronize") == 0
+    assert driver.device_bytes() < held, "the memory is freed once the work is over"
+
+
+@pytest.mark.parametrize("class_", [KVPool, BufferPool, PagePool])
+def test_memory_that_is_parked_is_waited_for_where_there_is_no_other(driver: Driver, class_: type) -> None:
+    stream, buffers, pages = driver.stream(), BufferPool("cuda"), PagePool(8, 1, device="cuda", grow=1)
+    takes: dict[type, Callable[[], object]] = {
+        KVPool: lambda: KVPool(8, 1, 1, 4, "cuda", torch.float32),
+        BufferPool: lambda: buffers.alloc_bytes(64),
+        PagePool: lambda: (pages.alloc(), pages.alloc()),
+    }
+    park(driver, stream)
+    driver.set_capacity(driver.device_bytes())
+    kept = takes[class_]()
+    assert driver.pending(stream) == 0
+    with pytest.raises(kvpool.OutOfMemoryError, match="bytes asked for"):
+        KVPool(1 << 20, 1, 1, 64, "cuda", torch.float32)
+    del kept
+
+
+def test_zeros_that_cannot_be_written_are_not_waited_for_under_a_lock(driver: Driver) -> None:
+    buffers, held = BufferPool("cuda"), driver.device_bytes()
+    ones(1)
+    driver.reset_calls()
+    driver.fail("cuMemsetD8Async")
+    with pytest.raises(DriverError, match="cuMemsetD8Async failed"):
+        buffers.alloc_bytes(64)
+    assert driver.calls("cuEventSynchronize") == 0
+    driver.run()
+    _ = buffers.alloc_bytes(64)
+    buffers.clear()
+    assert driver.device_bytes() - held <= 1 << 10
 
 
 def test_memory_goes_back_whatever_became_of_its_stream(driver: Driver) -> None:

@@ -3,12 +3,12 @@
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use crate::base::{Device, Error, ErrorKind, Result};
+use crate::base::{Device, Error, ErrorKind, Result, assert_may_wait};
 use crate::memory::{ALIGNMENT, Backend, Block, Contents, Stream, StreamSet};
 
 use super::Gpu;
 use super::driver::DevicePtr;
-use super::parked::{HostPtr, Resource, retire, sweep};
+use super::parked::{HostPtr, Resource, park, release_parked, retire, sweep};
 
 /// Memory of a device.
 ///
@@ -58,6 +58,10 @@ unsafe impl Backend for Cuda {
             Contents::ZerosOn(stream) => Some(stream),
             Contents::Undefined => None,
         };
+        let may_wait = contents.may_wait();
+        if may_wait {
+            assert_may_wait();
+        }
         if let Some(stream) = zeroed_on {
             self.gpu.check_not_capturing(stream, "new memory, which is zeroed once,")?;
         }
@@ -67,7 +71,11 @@ unsafe impl Backend for Cuda {
         sweep();
         let _entered = self.gpu.enter_beside_captures()?;
         let driver = self.gpu.driver();
-        let Some(found) = driver.allocate(bytes)? else {
+        let found = match driver.allocate(bytes)? {
+            None if may_wait && release_parked() => driver.allocate(bytes)?,
+            found => found,
+        };
+        let Some(found) = found else {
             let (free, total) = driver.memory_info()?;
             return Err(Error::new(
                 ErrorKind::OutOfMemory,
@@ -81,8 +89,9 @@ unsafe impl Backend for Cuda {
         {
             let users = StreamSet::default();
             users.record(stream);
+            let give_back = if may_wait { retire } else { park };
             // SAFETY: the driver allocated it just now, and only the fill with zeros can be in flight.
-            unsafe { retire(&self.gpu, Resource::Device(found), &users) };
+            unsafe { give_back(&self.gpu, Resource::Device(found), &users) };
             return Err(failure);
         }
         let pointer = NonNull::new(found.pointer());
