@@ -16,7 +16,7 @@ mod ring;
 pub use event::Event;
 pub(crate) use gpu::Function;
 pub(in crate::memory) use gpu::is_forked;
-pub use gpu::{Gpu, SideStream};
+pub use gpu::{CopyDirection, Gpu, SideStream};
 pub use memory::{Cuda, PageLockedHost};
 pub use page_lock::PageLock;
 pub(crate) use parked::release_parked;

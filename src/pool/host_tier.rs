@@ -14,7 +14,7 @@ use crate::cache::{
     DevicePresence, LowerTierContents, Namespace, OfferedPages, OfferedPieces, PageHash, WritePolicy,
 };
 use crate::kernels::{PageCopy, PagePair, StagingArea};
-use crate::memory::{Backend, Gpu, SideStream, Stream};
+use crate::memory::{Backend, CopyDirection, Gpu, Stream};
 use crate::transfer::{CopyQueue, EarlierCopy, Transfer};
 
 use super::contract::{Pool, Stats};
@@ -246,8 +246,8 @@ impl HostTier {
             kv: Arc::clone(kv),
             gdn: states.cloned(),
             staging,
-            down: CopyQueue::new(SideStream::Out, gpu.clone()),
-            up: CopyQueue::new(SideStream::In, gpu),
+            down: CopyQueue::new(CopyDirection::Out, gpu.clone()),
+            up: CopyQueue::new(CopyDirection::In, gpu),
             counts: RankedMutex::new(LockRank::TierCounts, TierCounts::default()),
             notes: RankedMutex::new(LockRank::TierNotes, FailureNotes::default()),
             is_taken: AtomicBool::new(false),

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use crate::base::{Error, ErrorKind, Result};
-use crate::memory::{Event, Gpu, SideStream, Stream};
+use crate::memory::{CopyDirection, Event, Gpu, SideStream, Stream};
 
 use super::JobThread;
 use super::steps::{StepEvent, Transfer};
@@ -15,9 +15,9 @@ use super::steps::{StepEvent, Transfer};
 /// ```
 /// use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 /// use std::sync::Arc;
-/// use kvpool::memory::{SideStream, Stream};
+/// use kvpool::memory::{CopyDirection, Stream};
 /// use kvpool::transfer::CopyQueue;
-/// let queue = CopyQueue::new(SideStream::In, None);
+/// let queue = CopyQueue::new(CopyDirection::In, None);
 /// let done = Arc::new(AtomicUsize::new(0));
 /// let on_thread = Arc::clone(&done);
 /// let step = move |step, _stream| Ok(assert_eq!(on_thread.fetch_add(1, Relaxed), step));
@@ -29,7 +29,7 @@ use super::steps::{StepEvent, Transfer};
 /// ```
 #[derive(Debug)]
 pub struct CopyQueue {
-    direction: SideStream,
+    direction: CopyDirection,
     gpu: Option<Arc<Gpu>>,
     thread: JobThread,
 }
@@ -46,10 +46,10 @@ pub struct EarlierCopy {
 impl CopyQueue {
     /// Creates an empty queue, whose copies run on a stream of `gpu` if there is one.
     #[must_use]
-    pub const fn new(direction: SideStream, gpu: Option<Arc<Gpu>>) -> Self {
+    pub const fn new(direction: CopyDirection, gpu: Option<Arc<Gpu>>) -> Self {
         let name = match direction {
-            SideStream::In => "kvpool-copy-in",
-            SideStream::Out | SideStream::Gather => "kvpool-copy-out",
+            CopyDirection::In => "kvpool-copy-in",
+            CopyDirection::Out => "kvpool-copy-out",
         };
         Self { direction, gpu, thread: JobThread::new(name) }
     }
@@ -87,7 +87,7 @@ impl CopyQueue {
         earlier: &[EarlierCopy],
         mut step: impl FnMut(usize, Stream) -> Result<()>,
     ) -> Result<Arc<Transfer>> {
-        let own = gpu.side_stream(self.direction)?;
+        let own = gpu.side_stream(SideStream::Copy(self.direction))?;
         gpu.make_stream_wait(after, own)?;
         earlier.iter().try_for_each(|earlier| earlier.copy.make_stream_wait_for_all(own))?;
         let enqueued: Result<Vec<_>> = (0..steps)

@@ -16,7 +16,7 @@ use kvpool::base::{DType, ErrorKind, IndexVec};
 use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::kernels::{CopyThreads, Direction, Indices, read_indices, set_num_threads};
 use kvpool::memory::{
-    Backend, Host, HostRows, LimitedBackend, MappedHost, PageLockEvent, PageLocking, Region, SideStream,
+    Backend, CopyDirection, Host, HostRows, LimitedBackend, MappedHost, PageLockEvent, PageLocking, Region,
     Stream, StreamSet, system_page_size,
 };
 use kvpool::pool::{
@@ -509,7 +509,7 @@ unsafe impl Send for Steps {}
 #[test]
 fn a_step_of_a_copy_is_done_before_its_waiters_go_on() {
     try_all_calls(Some(3), || {
-        let queue = CopyQueue::new(SideStream::In, None);
+        let queue = CopyQueue::new(CopyDirection::In, None);
         let steps = Arc::new(Steps([0; 2].map(UnsafeCell::new)));
         let copied = Arc::clone(&steps);
         let copy = move |step: usize, _| {
@@ -540,7 +540,7 @@ fn a_step_of_a_copy_is_done_before_its_waiters_go_on() {
 #[test]
 fn a_cancelled_copy_ends_every_wait() {
     try_all_calls(Some(3), || {
-        let queue = CopyQueue::new(SideStream::Out, None);
+        let queue = CopyQueue::new(CopyDirection::Out, None);
         let transfer = queue.start(2, &[], Vec::new(), |_, _| Ok(())).unwrap();
         let waiter = {
             let transfer = Arc::clone(&transfer);

@@ -11,7 +11,8 @@ use kvpool::kernels::{
     piece_bytes,
 };
 use kvpool::memory::{
-    Backend, Event, Gpu, Host, MappedHost, PageKind, PageLockedHost, Region, SideStream, Stream, page_lock,
+    Backend, CopyDirection, Event, Gpu, Host, MappedHost, PageKind, PageLockedHost, Region, SideStream,
+    Stream, page_lock,
 };
 
 use crate::conformance::bytes;
@@ -130,7 +131,7 @@ fn pages_go_out_and_come_in_on_a_device() {
     let test = "pages_go_out_and_come_in_on_a_device";
     let Some((gpu, _alone)) = gpu(test) else { return };
     let soft = Soft::find(test);
-    let stream = gpu.side_stream(SideStream::Out).expect("a stream");
+    let stream = gpu.side_stream(SideStream::Copy(CopyDirection::Out)).expect("a stream");
     let pinned: Arc<dyn Backend> = Arc::new(PageLockedHost::new(&gpu));
     for seed in 0..60 {
         let mut draws = Draws::new(seed);
@@ -426,13 +427,19 @@ fn every_driver_call_of_a_copy_may_fail_once() {
     }
 }
 
+fn side_streams(gpu: &Arc<Gpu>) -> [Stream; 3] {
+    let copies = [CopyDirection::In, CopyDirection::Out].map(SideStream::Copy);
+    [copies[0], copies[1], SideStream::Gather].map(|work| gpu.side_stream(work).expect("made"))
+}
+
 #[test]
 fn side_streams_are_made_once() {
     let test = "side_streams_are_made_once";
     let Some((gpu, _alone)) = gpu(test) else { return };
-    let made = [SideStream::In, SideStream::Out].map(|direction| gpu.side_stream(direction).expect("made"));
-    assert!(made[0] != made[1] && !made.contains(&Stream::DEFAULT));
-    let again = [SideStream::In, SideStream::Out].map(|direction| gpu.side_stream(direction).expect("made"));
+    let made = side_streams(&gpu);
+    assert!(made[0] != made[1] && made[1] != made[2] && made[2] != made[0]);
+    assert!(!made.contains(&Stream::DEFAULT));
+    let again = side_streams(&gpu);
     assert_eq!(made, again);
     // The first stream of another device is made while a stream is in a capture, and each call fails once.
     let (Some([captured, _]), Some(soft)) = (streams(test), Soft::find(test)) else { return };
@@ -441,7 +448,7 @@ fn side_streams_are_made_once() {
     let mut found = None;
     let calls = soft.fail_each(|| {
         found = None;
-        found = Some(other.side_stream(SideStream::In)?);
+        found = Some(other.side_stream(SideStream::Copy(CopyDirection::In))?);
         Ok(())
     });
     assert!(calls >= 2, "{calls} calls failed");
@@ -449,7 +456,7 @@ fn side_streams_are_made_once() {
     let stream = found.expect("made");
     assert!(!made.contains(&stream));
     (soft.reset_calls)();
-    assert_eq!(other.side_stream(SideStream::In).expect("made"), stream);
+    assert_eq!(other.side_stream(SideStream::Copy(CopyDirection::In)).expect("made"), stream);
     assert_eq!(soft.calls(c"cuStreamCreate"), 0);
     other.synchronize(stream).expect("it belongs to the device");
 }

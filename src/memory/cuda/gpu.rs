@@ -41,12 +41,19 @@ pub struct Gpu {
 /// Work that runs beside the caller's streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SideStream {
-    /// Copies from host memory to the device.
-    In,
-    /// Copies from the device to host memory.
-    Out,
+    /// Copies between host memory and the device.
+    Copy(CopyDirection),
     /// Kernels that gather on the device what is copied to host memory.
     Gather,
+}
+
+/// A direction of copies between host memory and a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CopyDirection {
+    /// From host memory to the device.
+    In,
+    /// From the device to host memory.
+    Out,
 }
 
 /// A loaded kernel, for launches on its device.
@@ -466,8 +473,8 @@ impl Gpu {
         self.check_process()?;
         let mut streams = lock(&self.side_streams);
         let place = &mut streams[match work {
-            SideStream::In => 0,
-            SideStream::Out => 1,
+            SideStream::Copy(CopyDirection::In) => 0,
+            SideStream::Copy(CopyDirection::Out) => 1,
             SideStream::Gather => 2,
         }];
         if let Some(stream) = *place {
