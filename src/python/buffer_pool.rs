@@ -17,7 +17,7 @@ use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::framework::{backend, current_stream};
 use super::tensor_cache::TensorCache;
-use super::{args, lock};
+use super::{args, environment, lock};
 
 /// Scratch buffers that are reused from step to step.
 ///
@@ -215,7 +215,7 @@ impl BufferPool {
         let given = args::tensor("tensor", tensor)?;
         let borrowed = given.borrow()?;
         let keeper = given.keeper(tensor);
-        let wants_page_locking = !std::env::var("KVPOOL_NO_RESIDENCY").is_ok_and(|value| value == "1");
+        let wants_page_locking = !environment::is_one_of("KVPOOL_NO_RESIDENCY", &["1"]);
         let keep = wants_page_locking.then(|| Arc::new(keeper.clone_ref(py)) as Keep);
         let is_part = borrowed.device() == Device::Cpu && is_part_of_storage(tensor, &borrowed)?;
         let is_new = py.detach(|| self.pool.register_existing(&borrowed, keep, is_part))?;

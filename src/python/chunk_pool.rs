@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyString, PyTuple};
 use pyo3::{PyTraverseError, gc::PyVisit};
 
-use crate::base::{ChunkId, Device, Dims, Error, Id, widen};
+use crate::base::{ChunkId, Device, Dims, Id, widen};
 use crate::index::IndexHandle;
 use crate::kernels::Direction;
 use crate::memory::{
@@ -19,6 +19,7 @@ use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool};
 use super::args;
 use super::base_pool::{BasePool, PoolClass, PoolName, PoolVisitor};
 use super::debug::Debug;
+use super::environment;
 use super::framework::{backend, current_stream, to_dtype};
 use super::logging::{self, Reporter};
 use super::tensor_cache::TensorCache;
@@ -170,18 +171,7 @@ impl PageLocking {
 
 /// Returns the number of threads that page-lock memory: `KVPOOL_PAGE_LOCK_THREADS`.
 pub(super) fn page_lock_threads() -> PyResult<usize> {
-    number_of("KVPOOL_PAGE_LOCK_THREADS", 1, 2)
-}
-
-/// Returns the number from `least` on that an environment variable is set to, or else the usual one.
-pub(super) fn number_of(variable: &str, least: usize, usual: usize) -> PyResult<usize> {
-    let Ok(value) = std::env::var(variable) else { return Ok(usual) };
-    match value.trim().parse() {
-        Ok(number) if number >= least => Ok(number),
-        _ => {
-            Err(Error::config(format!("{variable} is {value:?}; it must be a number from {least} on")).into())
-        }
-    }
+    environment::number_of("KVPOOL_PAGE_LOCK_THREADS", 1, 2)
 }
 
 impl PoolClass for ChunkPool {

@@ -11,6 +11,7 @@ use crate::index::{CallGuard, CallRecord, Owner};
 use crate::pool::{Occupancy, Pool as Contract};
 
 use super::args::kind_of;
+use super::environment;
 
 /// A module with this global is skipped when a call site is determined: its caller counts.
 const ACTS_FOR_CALLERS: &str = "_acts_for_callers";
@@ -75,8 +76,7 @@ impl Debug {
 
 /// Returns whether `KVPOOL_DEBUG` turns debugging on for all pools.
 fn is_wanted_everywhere() -> bool {
-    let value = std::env::var("KVPOOL_DEBUG").unwrap_or_default();
-    ["1", "true", "yes", "on"].iter().any(|yes| value.eq_ignore_ascii_case(yes))
+    environment::is_one_of("KVPOOL_DEBUG", &["1", "true", "yes", "on"])
 }
 
 /// Converts an owner, which is a str or an int.

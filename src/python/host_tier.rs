@@ -13,12 +13,12 @@ use crate::pool::{HostTier as Tier, HostTierConfig, Load as PoolLoad};
 
 use super::args;
 use super::base_pool::{BasePool, PoolClass, PoolVisitor};
-use super::chunk_pool::{number_of, page_lock_threads};
+use super::chunk_pool::page_lock_threads;
 use super::debug::Debug;
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
 use super::kv_pool::KvPool;
-use super::{logging, wait_in_slices};
+use super::{environment, logging, wait_in_slices};
 
 /// Host memory below a `PrefixCache`. Loading pages from there with `Lease.load` is faster than computing
 /// them.
@@ -75,7 +75,7 @@ pub(super) fn staging_bytes() -> PyResult<usize> {
     // Two halves of 64 MiB. While a kernel of others holds the device, the next half is not gathered, and smaller
     // ones leave the bus idle then (H100, 2026-11-26).
     const USUAL: usize = 128 << 20;
-    number_of("KVPOOL_STAGING_BYTES", 0, USUAL)
+    environment::number_of("KVPOOL_STAGING_BYTES", 0, USUAL)
 }
 
 /// The ways to write, and their names.

@@ -22,6 +22,7 @@ mod capsule;
 mod chunk_pool;
 mod debug;
 mod engines;
+mod environment;
 mod errors;
 mod export;
 mod fences;

@@ -869,7 +869,8 @@ def test_a_staging_area_that_does_not_fit_is_named(driver: Driver, monkeypatch: 
         assert (driver.device_bytes(), driver.page_locked_bytes()) == before
         monkeypatch.setenv("KVPOOL_STAGING_BYTES", "0")
         assert HostTier(kv, 256).staging_bytes() == 0
-        for value in ("-1", "64k", ""):
+        # The last is no text.
+        for value in ("-1", "64k", "", "\udcff"):
             monkeypatch.setenv("KVPOOL_STAGING_BYTES", value)
             with pytest.raises(ConfigError, match=r"KVPOOL_STAGING_BYTES is .* must be a number from 0 on"):
                 HostTier(kv, 256)
