@@ -3,6 +3,7 @@
 //! A borrow owns nothing and is valid for its lifetime only. Use [`Region`](super::Region) to own memory.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -110,6 +111,38 @@ impl BorrowedTensor<'_> {
         let extent = i64::try_from(count).ok()?;
         let (shape, strides) = (Dims::new(&[extent]).ok()?, Dims::new(&[0]).ok()?);
         (self.shape.numel() == 1).then_some(Self { shape, strides, ..*self })
+    }
+
+    /// Returns elements of a contiguous tensor in row-major order, in one dimension.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a tensor with gaps,
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for elements that it does not have.
+    ///
+    /// ```
+    /// use kvpool::base::{DType, Dims, ErrorKind, IndexVec};
+    /// use kvpool::kernels::read_indices;
+    /// use kvpool::memory::Region;
+    /// let region = Region::copy_of(&[3i32, 4, 5, 6]).unwrap();
+    /// let [four, two, one] = [4, 2, 1].map(|extent| Dims::of(&[extent]).unwrap());
+    /// let tensor = region.borrow(0, DType::I32, four, one).unwrap();
+    /// assert_eq!(read_indices(&tensor.elements(1..3).unwrap()).unwrap(), IndexVec::I32(vec![4, 5]));
+    /// assert!(tensor.elements(4..4).is_ok());
+    /// assert_eq!(tensor.elements(3..5).unwrap_err().kind(), ErrorKind::Index);
+    /// let gaps = region.borrow(0, DType::I32, two, two).unwrap();
+    /// assert_eq!(gaps.elements(0..1).unwrap_err().kind(), ErrorKind::Config);
+    /// ```
+    pub fn elements(&self, range: Range<usize>) -> Result<Self> {
+        let (count, strides) = (self.shape.numel(), Dims::new(&[1])?);
+        if !self.is_contiguous() {
+            return Err(Error::config("only elements of a contiguous tensor lie in a row"));
+        }
+        if range.start > range.end || range.end > count {
+            return Err(Error::index(format!("elements {range:?} are outside a tensor of {count}")));
+        }
+        // SAFETY: the elements of the tensor are one block, and the first of the range is in it or at its end.
+        let address = unsafe { self.address.add(range.start * self.dtype.size()) };
+        Ok(Self { address, shape: Dims::of(&[range.len()])?, strides, ..*self })
     }
 
     /// Returns the elements 0, `step`, 2 * `step`, ... in row-major order, in one dimension.

@@ -498,6 +498,40 @@ def test_a_pool_on_the_cpu_frees_what_is_on_a_gpu() -> None:
     assert allocator.available_size() == 59
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("count", "parts"), [(5, 1), (128 << 10, 1), ((128 << 10) + 3, 2), (300 << 10, 3)])
+def test_values_that_are_waited_for_come_through_page_locked_memory(
+    driver: Driver, dtype: torch.dtype, count: int, parts: int
+) -> None:
+    allocator = make_allocator(64)
+    assert allocator.alloc(8) is not None
+    numbers = torch.arange(count) % 20
+    values = numbers.to(dtype).cuda()
+    allocator.is_allocated(values[:1])
+    driver.reset_calls()
+    found = allocator.is_allocated(values)
+    assert [driver.calls(name) for name in ("cuMemcpyDtoHAsync_v2", "cuEventSynchronize")] == [parts] * 2
+    assert [driver.calls(name) for name in ("cuStreamSynchronize", "cuMemHostAlloc")] == [0] * 2
+    assert (found == (numbers >= 1) & (numbers <= 8)).all()
+
+
+def test_values_that_are_waited_for_and_fail_to_come_are_asked_for_again(driver: Driver) -> None:
+    allocator = make_allocator(64)
+    assert allocator.alloc(8) is not None
+    # As many as the ring has room for.
+    values = (torch.arange(128 << 10) % 20).cuda()
+    assert allocator.is_allocated(values)[1]
+    for call in ("cuMemcpyDtoHAsync_v2", "cuEventRecord", "cuEventSynchronize", "cuEventQuery"):
+        driver.fail(call)
+        with pytest.raises(DriverError, match=f"{call} failed"):
+            allocator.is_allocated(values)
+        assert driver.planned() == 0
+        driver.run()
+        locked = driver.page_locked_bytes()
+        assert allocator.is_allocated(values)[1]
+        assert driver.page_locked_bytes() == locked
+
+
 # The table
 
 

@@ -59,6 +59,7 @@ on_device = kvpool.ChunkPool(4, 8, "float32", "cuda").allocate()
 buffers = kvpool.BufferPool("cuda")
 workspace = kvpool.Workspace("cuda", 1 << 14)
 [row] = table.alloc()
+unknown = kvpool.ReqToTokenPool(4, 8, "cuda", foreign_writes=True).req_to_token
 held = [kvpool.KVPool(16, 1, 1, 4, "cuda", "float32") for _ in range(3)]
 for pool in held:
     pool.move_kv([1], [2])
@@ -84,6 +85,7 @@ calls = {
     "copy_states": lambda: gdn.copy_states([1], [2]),
     "write": lambda: table.write((row, slice(0, 3)), [1, 2, 3]),
     "free of rows": lambda: table.free(table.alloc()),
+    "values": lambda: slots.is_allocated(unknown),
     "alloc": lambda: slots.free(slots.alloc(3, contiguous=True)),
     "decode": decode,
     "copy_from": lambda: chunk.copy_from(on_device.tensor()),
@@ -157,6 +159,28 @@ print("done")
 
 def test_no_call_waits_for_a_lock_with_the_gil(run_snippet: RunSnippet) -> None:
     assert run_snippet(SETUP + LOCKS, hidden=["torch"]) == "done\n"
+
+
+ROOM = """
+table = kvpool.ReqToTokenPool(255, 1024, "cuda", foreign_writes=True).req_to_token
+slots = kvpool.TokenToKVPoolAllocator(64, "cuda")
+slots.is_allocated(table[0])
+assert soft.soft_close_gate(stream) == 0
+asking = threading.Thread(
+    target=lambda: (_kvpool._use_stream(stream.value), print(len(slots.is_allocated(table[:, :512]))))
+)
+asking.start()
+time.sleep(0.05)
+assert asking.is_alive()
+_kvpool._use_stream(soft.soft_stream(0))
+print(len(slots.is_allocated(table[0])))
+soft.soft_open_gates()
+asking.join()
+"""
+
+
+def test_who_asks_a_device_for_values_waits_for_nobody_who_does(run_snippet: RunSnippet) -> None:
+    assert run_snippet(SETUP + ROOM, hidden=["torch"]) == "1024\n131072\n"
 
 
 ZEROS = """

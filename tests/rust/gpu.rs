@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use kvpool::base::{DType, Device, ErrorKind, close_fork_gate, open_fork_gate};
+use kvpool::base::{DType, Device, Dims, ErrorKind, IndexVec, close_fork_gate, open_fork_gate};
 use kvpool::index::Rounding;
 use kvpool::kernels::Indices;
 use kvpool::memory::{
@@ -17,7 +17,7 @@ use kvpool::memory::{
 };
 use kvpool::pool::{
     AllocatorConfig, BufferConfig, BufferPool, ChunkConfig, ChunkPool, FreedAs, GdnConfig, GdnPool,
-    TokenToKvPoolAllocator,
+    TokenToKvPoolAllocator, values_now,
 };
 use kvpool::tensor::TensorView;
 
@@ -306,4 +306,20 @@ fn a_failed_free_drops_owners_without_locks() {
     assert_eq!(answered.try_iter().count(), 0);
     assert_eq!(allocator.available_size(), 97);
     drop(taken);
+}
+
+#[test]
+fn numbers_that_are_no_indices_are_not_read_as_such() {
+    let Some((gpu, _alone)) = gpu("numbers_that_are_no_indices_are_not_read_as_such") else { return };
+    let region = Region::new(cuda(&gpu), 64).expect("memory");
+    let (four, one) = (Dims::of(&[4]).expect("one dimension"), Dims::of(&[1]).expect("one dimension"));
+    let read = |dtype| {
+        let tensor = region.borrow(0, dtype, four, one).expect("inside");
+        values_now(Indices::Device { tensor, version: None }, Stream::DEFAULT)
+    };
+    for dtype in [DType::F32, DType::U32, DType::I16, DType::F64] {
+        assert_eq!(read(dtype).expect_err("refused").kind(), ErrorKind::Type, "{dtype}");
+    }
+    assert_eq!(read(DType::I32).expect("indices"), IndexVec::I32(vec![0; 4]));
+    assert_eq!(read(DType::I64).expect("indices"), IndexVec::I64(vec![0; 4]));
 }

@@ -4,14 +4,17 @@ use std::sync::{Arc, Mutex};
 
 use crate::base::bounded::signed;
 use crate::base::sync::lock;
-use crate::base::{DType, Dims, Error, IndexVec, Result, bytes_of};
-use crate::kernels::indices::{Numbers, read_indices};
-use crate::memory::{BorrowedTensor, Event, Gpu, Host, Keep, Region, RegionRange, Reply, Ring, Stream};
+use crate::base::{DType, Error, IndexVec, Result, bytes_of, try_with_capacity};
+use crate::kernels::indices::{Numbers, check_ints};
+use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Number, RegionRange, Reply, Ring, Stream};
 
 use super::Kernels;
 use super::grid::blocks;
 use super::numbers::Index;
 use super::params::ReadParams;
+
+/// The number of values that fit the fetcher that is shared.
+const ROOM: usize = 128 << 10;
 
 /// Copies index tensors to the host without waiting for them. Threads may share it.
 #[derive(Debug)]
@@ -67,8 +70,6 @@ impl Fetcher {
     /// nothing.
     fn shared(gpu: &Arc<Gpu>, values: usize) -> Result<Arc<Self>> {
         static SHARED: Mutex<Vec<Arc<Fetcher>>> = Mutex::new(Vec::new());
-        /// The number of values that fit.
-        const ROOM: usize = 128 << 10;
         if values > ROOM {
             return Ok(Arc::new(Self::new(gpu, values)?));
         }
@@ -92,6 +93,7 @@ impl Fetcher {
     /// end of its stream; it is only called when the copy is enqueued.
     ///
     /// # Errors
+    /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for another dtype,
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, or `stream` is being
     /// captured.
     pub(crate) fn fetch(
@@ -104,8 +106,19 @@ impl Fetcher {
             stream,
             "freeing slots that only the device has, whose values are copied to the host,",
         )?;
-        let count = tensor.shape().numel();
-        let wide = tensor.dtype() == DType::I64 || !tensor.is_contiguous();
+        self.enqueue(tensor, keep, stream)
+    }
+
+    /// Works like [`Fetcher::fetch`]; the caller has checked that `stream` is not being captured.
+    fn enqueue(
+        &self,
+        tensor: &BorrowedTensor<'_>,
+        keep: impl FnOnce() -> Option<Keep>,
+        stream: Stream,
+    ) -> Result<Option<PendingFetch>> {
+        // A copy takes all bytes for numbers.
+        check_ints(tensor.dtype())?;
+        let (count, wide) = (tensor.shape().numel(), is_copied_wide(tensor));
         let bytes = bytes_of("index values", &[count], if wide { DType::I64 } else { DType::I32 })?;
         let reply = self.ring.receive(bytes, stream, |range| {
             if tensor.is_contiguous() {
@@ -161,7 +174,13 @@ fn read_kernel(
     unsafe { gpu.launch(kernels.read_indices.function(), grid, &params, stream) }
 }
 
-/// Reads an index tensor on a device. Waits for the earlier work of `stream`.
+/// Returns whether the values of a tensor are copied as int64: kernels write no others.
+fn is_copied_wide(tensor: &BorrowedTensor<'_>) -> bool {
+    tensor.dtype() == DType::I64 || !tensor.is_contiguous()
+}
+
+/// Reads an index tensor on a device. Waits for the earlier work of `stream`. The caller must hold no lock of a
+/// pool.
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it is neither int32 nor int64,
@@ -169,30 +188,40 @@ fn read_kernel(
 /// call fails.
 pub(crate) fn read_now(gpu: &Arc<Gpu>, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<IndexVec> {
     gpu.check_not_capturing(stream, "an answer that waits for values that only the device has")?;
-    if !tensor.is_contiguous() {
-        return read_strided(gpu, tensor, stream);
+    if is_copied_wide(tensor) {
+        Ok(IndexVec::I64(read_in_parts(gpu, tensor, stream)?))
+    } else {
+        Ok(IndexVec::I32(read_in_parts(gpu, tensor, stream)?))
     }
-    let bytes = tensor.shape().bytes(tensor.dtype())?;
-    let host = Region::new(Arc::new(Host), bytes)?;
-    gpu.copy_out(tensor, host.range(0, bytes)?, stream)?;
-    gpu.synchronize(stream)?;
-    read_indices(&host.borrow(0, tensor.dtype(), Dims::of(&[tensor.shape().numel()])?, Dims::new(&[1])?)?)
 }
 
-/// Works like [`read_now`], with a kernel that handles strides.
-fn read_strided(gpu: &Arc<Gpu>, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<IndexVec> {
+/// Reads a tensor whose values are copied as `T`: part by part if it is contiguous and longer than the fetcher
+/// that is shared.
+fn read_in_parts<T: Number>(gpu: &Arc<Gpu>, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<Vec<T>> {
+    let count = tensor.shape().numel();
+    if count <= ROOM || !tensor.is_contiguous() {
+        return read_at_once(gpu, tensor, stream);
+    }
+    let mut values = try_with_capacity(count)?;
+    for first in (0..count).step_by(ROOM) {
+        let part = tensor.elements(first..count.min(first + ROOM))?;
+        values.append(&mut read_at_once(gpu, &part, stream)?);
+    }
+    Ok(values)
+}
+
+/// Works like [`read_in_parts`], in one copy.
+fn read_at_once<T: Number>(gpu: &Arc<Gpu>, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<Vec<T>> {
     let count = tensor.shape().numel();
     let mut reader = Fetcher::shared(gpu, count)?;
-    let mut fetch = reader.fetch(tensor, || None, stream)?;
+    let mut fetch = reader.enqueue(tensor, || None, stream)?;
     if fetch.is_none() {
         // Other threads use all of its room.
         reader = Arc::new(Fetcher::new(gpu, count)?);
-        fetch = reader.fetch(tensor, || None, stream)?;
+        fetch = reader.enqueue(tensor, || None, stream)?;
     }
     let fetch = fetch.expect("a new fetcher has room for what it was made for");
-    if let Err(failure) = fetch.done().wait() {
-        reader.abandon(&fetch);
-        return Err(failure);
-    }
-    reader.take(&fetch).inspect_err(|_| reader.abandon(&fetch))
+    // The copy is page-locked, so only its end is waited for, which is allowed beside captures of other streams.
+    let read = fetch.done().wait().and_then(|()| reader.ring.take(&fetch.reply, fetch.count));
+    read.inspect_err(|_| reader.abandon(&fetch))
 }
