@@ -31,7 +31,7 @@ fn stream_of(state: &mut State, handle: usize) -> Outcome<usize> {
 }
 
 /// Calls of a function since the last reset (`launch:NAME` for a kernel, `load:ptx` and `load:cubin` for images that
-/// were loaded); of all driver functions for null, but for `cuDevicePrimaryCtxGetState`, which PyTorch calls when it
+/// were loaded, `wait:sleeps` and `wait:spins` for events that were waited for); of all driver functions for null, but for `cuDevicePrimaryCtxGetState`, which PyTorch calls when it
 /// likes.
 #[unsafe(no_mangle)]
 pub extern "C" fn soft_calls(name: *const c_char) -> c_long {

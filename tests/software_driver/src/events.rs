@@ -16,6 +16,8 @@ pub enum Recorded {
 
 pub struct Event {
     pub device: usize,
+    /// Whether a thread that waits for it sleeps.
+    pub is_blocking: bool,
     pub recorded: Recorded,
     /// The number of times that it was asked for since it was recorded.
     pub queries: u64,
@@ -27,8 +29,8 @@ pub struct Events {
 }
 
 impl Events {
-    pub fn create(&mut self, handle: usize, device: usize) {
-        self.events.insert(handle, Event { device, recorded: Recorded::Nothing, queries: 0 });
+    pub fn create(&mut self, handle: usize, device: usize, is_blocking: bool) {
+        self.events.insert(handle, Event { device, is_blocking, recorded: Recorded::Nothing, queries: 0 });
     }
 
     pub fn get(&mut self, handle: usize) -> Outcome<&mut Event> {

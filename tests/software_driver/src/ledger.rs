@@ -25,6 +25,9 @@ pub const LAUNCH: &str = "launch:";
 /// The text that stands before `ptx` or `cubin` where images that were loaded are counted.
 pub const LOAD: &str = "load:";
 
+/// The text that stands before `sleeps` or `spins` where waits for events are counted.
+pub const WAIT: &str = "wait:";
+
 /// The beginning of functions of the runtime, which kvpool does not call: those that are counted are counted by their
 /// names only.
 const RUNTIME: &str = "cuda";
@@ -46,7 +49,7 @@ impl Ledger {
         if let Some(name) = name {
             return self.calls.get(name).copied().unwrap_or(0);
         }
-        let others = [LAUNCH, LOAD, RUNTIME];
+        let others = [LAUNCH, LOAD, WAIT, RUNTIME];
         let is_driver = |name: &str| !others.iter().any(|start| name.starts_with(start)) && name != BESIDE;
         let functions = self.calls.iter().filter(|(name, _)| is_driver(name));
         functions.map(|(_, count)| count).sum()

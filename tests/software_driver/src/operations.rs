@@ -9,7 +9,7 @@ use crate::codes::{
 };
 use crate::events::Recorded;
 use crate::kernels::BLOCK;
-use crate::ledger::LAUNCH;
+use crate::ledger::{LAUNCH, WAIT};
 use crate::modules::most_params;
 use crate::state::{State, StreamHandles, is_down};
 use crate::streams::Position;
@@ -177,9 +177,9 @@ impl State {
         check(self.streams.is_reached(until), NOT_READY)
     }
 
-    pub fn create_event(&mut self, device: usize) -> usize {
+    pub fn create_event(&mut self, device: usize, is_blocking: bool) -> usize {
         let handle = self.handle();
-        self.events.create(handle, device);
+        self.events.create(handle, device, is_blocking);
         handle
     }
 
@@ -235,6 +235,13 @@ impl State {
             Some(position) => self.wait_for(position),
             None => Ok(()),
         }
+    }
+
+    /// Counts a wait for an event by what the thread does meanwhile.
+    pub fn count_wait(&mut self, event: usize) -> Outcome {
+        let how = if self.events.get(event)?.is_blocking { "sleeps" } else { "spins" };
+        self.ledger.count(&format!("{WAIT}{how}"));
+        Ok(())
     }
 
     /// Lets later work of a stream come after an event as it is recorded now.

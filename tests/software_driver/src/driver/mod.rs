@@ -9,6 +9,7 @@ mod streams;
 
 pub use devices::{NAME, attribute};
 pub use lookup::function;
+pub use streams::BLOCKING_SYNC;
 
 /// Every exported function, for the tests.
 #[cfg(test)]

@@ -8,8 +8,10 @@ use crate::threads::{Mode, exchange_mode};
 
 use super::{put, put_new};
 
-/// `CU_EVENT_BLOCKING_SYNC` and `CU_EVENT_DISABLE_TIMING`.
-const EVENT_FLAGS: c_uint = 3;
+/// `CU_EVENT_BLOCKING_SYNC`, which the runtime has, too.
+pub const BLOCKING_SYNC: c_uint = 1;
+/// `CU_EVENT_DISABLE_TIMING`.
+const DISABLE_TIMING: c_uint = 2;
 
 super::exports! {
     Context cuStreamCreate(stream: *mut usize, flags: c_uint) |call| {
@@ -37,10 +39,13 @@ super::exports! {
         put(mode, exchange_mode(new) as c_int)
     };
     Context cuEventCreate(event: *mut usize, flags: c_uint) |call| {
-        check(flags <= EVENT_FLAGS, INVALID_VALUE)?;
-        put_new(event, || Ok(call.state.create_event(call.device)))
+        check(flags & !(BLOCKING_SYNC | DISABLE_TIMING) == 0, INVALID_VALUE)?;
+        put_new(event, || Ok(call.state.create_event(call.device, flags & BLOCKING_SYNC != 0)))
     };
     Context cuEventRecord(event: usize, stream: usize) |call| call.state.record_event(call.device, event, stream);
     Context cuEventQuery(event: usize) |call| call.state.query_event(event);
-    Context cuEventSynchronize(event: usize) |call| call.state.synchronize_event(event);
+    Context cuEventSynchronize(event: usize) |call| {
+        call.state.synchronize_event(event)?;
+        call.state.count_wait(event)
+    };
 }

@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_uint};
 
 use crate::codes::{INVALID_VALUE, NOT_READY};
-use crate::driver::{put, put_new};
+use crate::driver::{BLOCKING_SYNC, put, put_new};
 use crate::operations::check;
 use crate::threads::{Mode, exchange_mode};
 
@@ -34,10 +34,10 @@ super::exports! {
         put(mode, exchange_mode(new) as c_int)
     };
     Context cudaEventCreate(event: *mut usize) |call| {
-        put_new(event, || Ok(call.state.create_event(call.device)))
+        put_new(event, || Ok(call.state.create_event(call.device, false)))
     };
-    Context cudaEventCreateWithFlags(event: *mut usize, _flags: c_uint) |call| {
-        put_new(event, || Ok(call.state.create_event(call.device)))
+    Context cudaEventCreateWithFlags(event: *mut usize, flags: c_uint) |call| {
+        put_new(event, || Ok(call.state.create_event(call.device, flags & BLOCKING_SYNC != 0)))
     };
     Context cudaEventDestroy(event: usize) |call| call.state.events.destroy(event);
     Context cudaEventRecord(event: usize, stream: usize) |call| {

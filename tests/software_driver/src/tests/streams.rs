@@ -1,5 +1,5 @@
 use super::*;
-use crate::codes::{INVALID_HANDLE, NOT_READY};
+use crate::codes::{INVALID_HANDLE, INVALID_VALUE, NOT_READY};
 
 #[test]
 fn work_waits_for_somebody_who_synchronises() {
@@ -210,4 +210,22 @@ fn a_full_queue_lets_calls_wait() {
         ok(cuMemsetD8Async(block, 1, 1, first));
     }
     assert_eq!(soft_pending(first), 3);
+}
+
+#[test]
+fn an_event_says_how_it_is_waited_for() {
+    let _fresh = FreshDriver::with_context();
+    let mut event = 0;
+    for flags in [4, 6, 8, 1 << 31] {
+        assert_eq!(cuEventCreate(&raw mut event, flags), INVALID_VALUE, "{flags}");
+    }
+    for (flags, how) in [(0, c"wait:spins"), (1, c"wait:sleeps"), (2, c"wait:spins"), (3, c"wait:sleeps")] {
+        ok(cuEventCreate(&raw mut event, flags));
+        ok(cuEventRecord(event, 0));
+        soft_reset_calls();
+        ok(cuEventSynchronize(event));
+        let waits = [c"wait:spins", c"wait:sleeps"].map(|how| soft_calls(how.as_ptr()));
+        assert_eq!((waits[0] + waits[1], soft_calls(how.as_ptr())), (1, 1), "{flags}");
+        assert_eq!(soft_calls(std::ptr::null()), 1);
+    }
 }
