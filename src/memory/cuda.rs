@@ -13,7 +13,7 @@ mod parked;
 mod probe;
 mod ring;
 
-pub use event::Event;
+pub use event::{Event, HostWait};
 pub(crate) use gpu::Function;
 pub(in crate::memory) use gpu::is_forked;
 pub use gpu::{CopyDirection, Gpu, SideStream};

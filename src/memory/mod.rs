@@ -39,7 +39,7 @@ pub use borrowed::BorrowedTensor;
 pub(crate) use cuda::Function;
 pub(crate) use cuda::Reply;
 pub(crate) use cuda::release_parked;
-pub use cuda::{CopyDirection, Cuda, Event, Gpu, PageLock, PageLockedHost, Ring, SideStream};
+pub use cuda::{CopyDirection, Cuda, Event, Gpu, HostWait, PageLock, PageLockedHost, Ring, SideStream};
 pub(crate) use file_lock::{FileLock, TryLockResult, this_user};
 pub use host::{Host, prefer_huge_pages};
 pub(crate) use host_rows::HostRow;

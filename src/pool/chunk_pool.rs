@@ -14,7 +14,7 @@ use crate::base::{
 use crate::index::{BadFree, BadFrees, IndexHandle, Ledgered, OnBadFree, RefCounts, Returning, on_bad_frees};
 use crate::kernels::{Direction, pack};
 use crate::memory::{
-    ALIGNMENT, Backend, BorrowedTensor, Event, Gpu, PageLockSink, PageLocking, Region, Stream,
+    ALIGNMENT, Backend, BorrowedTensor, Event, Gpu, HostWait, PageLockSink, PageLocking, Region, Stream,
     page_lock_steps, system_page_size,
 };
 use crate::tensor::TensorView;
@@ -518,7 +518,11 @@ impl ChunkPool {
             tensor.record_stream(stream);
         }
         let done = match &gpu {
-            Some(gpu) => Event::record(gpu, stream).map(|event| Some(Arc::new(event))),
+            Some(gpu) => {
+                let bytes = tensor.shape().numel() * tensor.dtype().size();
+                let wait = HostWait::for_copy_of(bytes);
+                Event::record_for(gpu, stream, wait).map(|event| Some(Arc::new(event)))
+            }
             None => Ok(None),
         };
         let done = copied.and(done);

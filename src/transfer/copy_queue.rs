@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use crate::base::{Error, ErrorKind, Result};
-use crate::memory::{CopyDirection, Event, Gpu, SideStream, Stream};
+use crate::memory::{CopyDirection, Event, Gpu, HostWait, SideStream, Stream};
 
 use super::JobThread;
 use super::steps::{StepEvent, Transfer};
@@ -93,7 +93,9 @@ impl CopyQueue {
         let enqueued: Result<Vec<_>> = (0..steps)
             .map(|number| {
                 step(number, own)?;
-                Event::record(gpu, own)
+                // Threads wait for the end only, streams for every step.
+                let is_last = number + 1 == steps;
+                Event::record_for(gpu, own, if is_last { HostWait::Sleeps } else { HostWait::Spins })
             })
             .collect();
         if enqueued.is_err() {

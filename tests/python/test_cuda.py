@@ -510,7 +510,8 @@ def test_values_that_are_waited_for_come_through_page_locked_memory(
     allocator.is_allocated(values[:1])
     driver.reset_calls()
     found = allocator.is_allocated(values)
-    assert [driver.calls(name) for name in ("cuMemcpyDtoHAsync_v2", "cuEventSynchronize")] == [parts] * 2
+    assert [driver.calls(name) for name in ("cuMemcpyDtoHAsync_v2", "wait:spins")] == [parts] * 2
+    assert driver.calls("cuEventSynchronize") == parts
     assert [driver.calls(name) for name in ("cuStreamSynchronize", "cuMemHostAlloc")] == [0] * 2
     assert (found == (numbers >= 1) & (numbers <= 8)).all()
 

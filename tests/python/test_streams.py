@@ -297,7 +297,7 @@ def test_a_pool_that_goes_waits_for_no_more_than_events(driver: Driver, call: st
     driver.reset_calls()
     pools.clear()
     assert driver.calls(call) == 0
-    assert driver.calls("cuEventSynchronize") > 0
+    assert driver.calls("cuEventSynchronize") == driver.calls("wait:sleeps") > 0
 
 
 def test_memory_of_a_captured_stream_goes_back_later(driver: Driver) -> None:
@@ -386,6 +386,17 @@ def test_memory_goes_back_whatever_became_of_its_stream(driver: Driver) -> None:
     driver.destroy_stream(stream)
     pools.clear()
     assert driver.device_bytes() == before
+
+
+@pytest.mark.parametrize(("size", "how"), [(64, "spins"), ((1 << 18) - 1, "spins"), (1 << 18, "sleeps")])
+def test_who_waits_for_a_long_copy_sleeps(driver: Driver, size: int, how: str) -> None:
+    pool = ChunkPool(1, (size,), torch.float32)
+    assert pool.wait_page_locked()
+    chunk, values = some(pool.allocate()), torch.ones(size).cuda()
+    driver.reset_calls()
+    chunk.copy_from(values).wait()
+    assert driver.calls(f"wait:{how}") == driver.calls("cuEventSynchronize") == 1
+    assert chunk.tensor().sum() == size
 
 
 def test_page_locked_memory_waits_for_copies(driver: Driver) -> None:

@@ -14,6 +14,7 @@ use kvpool::memory::{
     Backend, CopyDirection, Event, Gpu, Host, MappedHost, PageKind, PageLockedHost, Region, SideStream,
     Stream, page_lock,
 };
+use kvpool::transfer::CopyQueue;
 
 use crate::conformance::bytes;
 use crate::gpu::{control, cuda, gpu, streams};
@@ -59,6 +60,7 @@ soft! {
     begin_capture(c"soft_begin_capture"): extern "C" fn(usize) -> c_int;
     end_capture(c"soft_end_capture"): extern "C" fn(usize) -> c_long;
     set_host_pointers(c"soft_set_host_pointers"): extern "C" fn(c_int);
+    set_queries(c"soft_set_queries"): extern "C" fn(c_long);
     pending(c"soft_pending"): extern "C" fn(usize) -> c_long;
 }
 
@@ -459,4 +461,23 @@ fn side_streams_are_made_once() {
     assert_eq!(other.side_stream(SideStream::Copy(CopyDirection::In)).expect("made"), stream);
     assert_eq!(soft.calls(c"cuStreamCreate"), 0);
     other.synchronize(stream).expect("it belongs to the device");
+}
+
+#[test]
+fn a_thread_sleeps_until_the_end_of_copies() {
+    let test = "a_thread_sleeps_until_the_end_of_copies";
+    let (Some((gpu, _alone)), Some(soft)) = (gpu(test), Soft::find(test)) else { return };
+    let region = Arc::new(Region::new(cuda(&gpu), 64).expect("memory"));
+    let queue = CopyQueue::new(CopyDirection::In, Some(Arc::clone(&gpu)));
+    let target = Arc::clone(&region);
+    let step = move |_, stream| gpu.fill(target.range(0, 64)?, 7, stream);
+    let transfer = queue.start(3, &[Stream::DEFAULT], Vec::new(), step).expect("enqueued");
+    // The copies do not run because somebody asks for them.
+    (soft.set_queries)(0);
+    (soft.reset_calls)();
+    let waited = transfer.wait();
+    (soft.set_queries)(3);
+    waited.expect("copied");
+    assert_eq!([c"wait:sleeps", c"wait:spins"].map(|how| soft.calls(how)), [1, 0]);
+    assert!(transfer.is_complete().expect("a device"));
 }

@@ -17,6 +17,7 @@ use std::ptr;
 use crate::base::{Error, ErrorKind, Result, unlock_interpreter};
 use crate::memory::Stream;
 
+use super::HostWait;
 use handles::{
     CaptureMode, CaptureStatus, Code, Copy2d, DeviceAttribute, FunctionAttribute, LookupStatus, MemoryType,
     PointerAttribute, Side, StreamHandle, Text,
@@ -27,6 +28,8 @@ use table::Table;
 /// `CU_MEMHOSTALLOC_PORTABLE` and `CU_MEMHOSTALLOC_DEVICEMAP`: every context and every kernel may use it. The
 /// flags of registration have the same values.
 const PORTABLE_AND_MAPPED: u32 = 1 | 2;
+/// `CU_EVENT_BLOCKING_SYNC`: a thread that waits for the event sleeps.
+const BLOCKING_SYNC: u32 = 1;
 /// `CU_EVENT_DISABLE_TIMING`.
 const DISABLE_TIMING: u32 = 2;
 /// `CU_STREAM_NON_BLOCKING`: the stream and the default stream do not wait for each other.
@@ -421,10 +424,14 @@ impl Driver {
         stream.stream(ordinal)
     }
 
-    pub(super) fn create_event(self) -> Result<EventHandle> {
+    pub(super) fn create_event(self, wait: HostWait) -> Result<EventHandle> {
         let mut event = EventHandle::NONE;
+        let flags = match wait {
+            HostWait::Spins => DISABLE_TIMING,
+            HostWait::Sleeps => DISABLE_TIMING | BLOCKING_SYNC,
+        };
         // SAFETY: the function writes a handle there.
-        unsafe { checked!(self, cuEventCreate(&raw mut event, DISABLE_TIMING)) }?;
+        unsafe { checked!(self, cuEventCreate(&raw mut event, flags)) }?;
         Ok(event)
     }
 

@@ -14,7 +14,7 @@ use crate::memory::{BorrowedTensor, Image, RegionRange, Stream};
 use super::driver::{
     ContextHandle, DevicePtr, Driver, EventHandle, FunctionHandle, RelaxedThread, Rows, StreamState,
 };
-use super::{Event, probe};
+use super::{Event, HostWait, probe};
 
 /// Threads per block, for every kernel.
 const BLOCK: u32 = 256;
@@ -32,8 +32,8 @@ pub struct Gpu {
     capability: (u32, u32),
     driver: Driver,
     context: ContextHandle,
-    /// Events not in use.
-    free_events: Mutex<Vec<EventHandle>>,
+    /// Events not in use, by how threads wait for them.
+    free_events: Mutex<[Vec<EventHandle>; 2]>,
     /// The streams of [`Gpu::side_stream`], once they are made.
     side_streams: Mutex<[Option<Stream>; 3]>,
 }
@@ -458,7 +458,7 @@ impl Gpu {
     pub fn make_stream_wait(self: &Arc<Self>, others: &[Stream], stream: Stream) -> Result<()> {
         self.check_can_order(others, stream)?;
         let mut others = others.iter().filter(|other| **other != stream);
-        others.try_for_each(|&other| match Event::record_if_alive(self, other)? {
+        others.try_for_each(|&other| match Event::record_if_alive(self, other, HostWait::Spins)? {
             Some(event) => event.make_stream_wait(stream),
             None => Ok(()),
         })
@@ -495,13 +495,13 @@ impl Gpu {
     }
 
     /// Takes or creates an event in the current context.
-    pub(super) fn take_event(&self) -> Result<EventHandle> {
-        let free = lock(&self.free_events).pop();
-        free.map_or_else(|| self.driver.create_event(), Ok)
+    pub(super) fn take_event(&self, wait: HostWait) -> Result<EventHandle> {
+        let free = lock(&self.free_events)[wait as usize].pop();
+        free.map_or_else(|| self.driver.create_event(wait), Ok)
     }
 
-    pub(super) fn give_back_event(&self, event: EventHandle) {
-        lock(&self.free_events).push(event);
+    pub(super) fn give_back_event(&self, event: EventHandle, wait: HostWait) {
+        lock(&self.free_events)[wait as usize].push(event);
     }
 }
 

@@ -11,9 +11,9 @@ use crate::base::Result;
 use crate::base::sync::lock;
 use crate::memory::{Keep, Stream, StreamSet};
 
-use super::Event;
 use super::driver::{DevicePtr, Driver, StreamState};
 use super::gpu::{Gpu, is_forked};
+use super::{Event, HostWait};
 
 /// A resource of the driver.
 #[derive(Debug)]
@@ -155,7 +155,7 @@ impl PendingWork {
             Self::Before(done) => done,
             // On the stream's own device: the memory may be another's, or the host's.
             Self::Of(stream) => match gpu.stream_state(stream) {
-                Ok(StreamState::Running) => match Event::record_if_alive(gpu, stream) {
+                Ok(StreamState::Running) => match Event::record_if_alive(gpu, stream, HostWait::Sleeps) {
                     Ok(done) => done?,
                     Err(_) => return Some(self),
                 },

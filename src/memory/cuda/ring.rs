@@ -11,10 +11,13 @@ use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Result};
 use crate::memory::{ALIGNMENT, Backend, Contents, Number, Plain, Region, RegionRange, Stream, StreamSet};
 
-use super::{Event, Gpu, PageLockedHost};
+use super::{Event, Gpu, HostWait, PageLockedHost};
 
 /// Alignment of pieces, in bytes.
 const PIECE_ALIGNMENT: usize = 16;
+
+/// From this part of a ring on that is in use, the device is so far behind that a thread sleeps while it waits.
+const BEHIND: usize = 4;
 
 /// Finished pieces are reclaimed once this many are in use.
 const RECLAIM_THRESHOLD: usize = 32;
@@ -201,7 +204,9 @@ impl Ring {
         let source = self.host.range(range.start, bytes)?;
         let copied = self.gpu.copy_in(target, source, stream);
         let enqueued = copied.and_then(|()| work(range.start));
-        let done = self.seal(&mut pieces, range, false, stream)?;
+        let is_behind = self.in_use(&pieces) > self.capacity() / BEHIND;
+        let wait = if is_behind { HostWait::Sleeps } else { HostWait::Spins };
+        let done = self.seal(&mut pieces, range, false, stream, wait)?;
         enqueued.map(|()| done)
     }
 
@@ -219,8 +224,14 @@ impl Ring {
         }
         // A failed device reports its error to the next upload.
         Self::reclaim(&mut pieces).ok()?;
-        let oldest = pieces.used.front()?.free_after().cloned();
-        oldest.filter(|_| !has_room(&pieces))
+        if has_room(&pieces) {
+            return None;
+        }
+        // What is before an event that a thread sleeps for becomes free with it, at least on its stream.
+        let mut events = pieces.used.iter().filter_map(Allocation::free_after);
+        let sleeping = events.find(|done| done.host_wait() == HostWait::Sleeps);
+        let is_coming = |done: &&Arc<Event>| !done.has_passed().unwrap_or(true);
+        sleeping.filter(is_coming).or(pieces.used.front()?.free_after()).cloned()
     }
 
     /// Returns the number of bytes from the start of the oldest piece to the end of the newest.
@@ -254,7 +265,7 @@ impl Ring {
         Self::reclaim(&mut pieces)?;
         let Some(range) = self.find_room(&pieces, bytes) else { return Ok(None) };
         let enqueued = self.host.range(range.start, bytes).and_then(work);
-        let done = self.seal(&mut pieces, range.clone(), true, stream)?;
+        let done = self.seal(&mut pieces, range.clone(), true, stream, HostWait::Spins)?;
         let reply = Reply { range, done };
         match enqueued {
             Ok(()) => Ok(Some(reply)),
@@ -307,9 +318,10 @@ impl Ring {
         range: Range<usize>,
         is_held: bool,
         stream: Stream,
+        wait: HostWait,
     ) -> Result<Arc<Event>> {
         self.users.record(stream);
-        let done = match Event::record(&self.gpu, stream) {
+        let done = match Event::record_for(&self.gpu, stream, wait) {
             Ok(done) => Arc::new(done),
             Err(failure) => {
                 // Without a point to wait for, the piece is free only after waiting now; if that fails, it is
@@ -414,6 +426,27 @@ mod tests {
         sent.wait().expect("a device");
         assert!(ring.backpressure_event(900).is_none());
         assert!(ring.backpressure_event(4096).is_none(), "it never fits");
+    }
+
+    #[test]
+    fn a_thread_sleeps_until_a_device_that_is_far_behind_has_caught_up() {
+        let Some(gpu) = gpu() else { return };
+        let stream = Stream::DEFAULT;
+        let region = Region::new(Arc::new(Cuda::new(&gpu, stream)), 256).expect("memory");
+        let ring = Ring::on_host(&gpu, 2048).expect("memory");
+        let target = region.range(0, 256).expect("inside");
+        let sent: Vec<_> =
+            (0..5).map(|_| ring.upload_to(target, &[0_i32; 64], stream).expect("enqueued")).collect();
+        let waits: Vec<_> = sent.iter().map(|event| event.host_wait()).collect();
+        // A GPU may have copied some already; the software driver has not.
+        if !sent[0].has_passed().expect("a device") {
+            assert_eq!(waits[..4], [HostWait::Spins, HostWait::Spins, HostWait::Spins, HostWait::Sleeps]);
+            let event = ring.backpressure_event(0).expect("more than half of it is in use");
+            assert!(Arc::ptr_eq(&event, &sent[3]), "not the first one, for which a thread would spin");
+            event.wait().expect("a device");
+        }
+        assert!(ring.backpressure_event(0).is_none());
+        sent[4].wait().expect("a device");
     }
 
     #[test]
