@@ -88,21 +88,22 @@ impl CopyQueue {
         mut step: impl FnMut(usize, Stream) -> Result<()>,
     ) -> Result<Arc<Transfer>> {
         let own = gpu.side_stream(SideStream::Copy(self.direction))?;
-        gpu.make_stream_wait(after, own)?;
-        earlier.iter().try_for_each(|earlier| earlier.copy.make_stream_wait_for_all(own))?;
-        let enqueued: Result<Vec<_>> = (0..steps)
-            .map(|number| {
-                step(number, own)?;
-                // Threads wait for the end only, streams for every step.
-                let is_last = number + 1 == steps;
-                Event::record_for(gpu, own, if is_last { HostWait::Sleeps } else { HostWait::Spins })
-            })
-            .collect();
-        if enqueued.is_err() {
-            // The caller reuses the memory of a copy that failed.
-            let _ = gpu.synchronize(own);
-        }
-        Ok(Arc::new(Transfer::on_device(gpu, enqueued?)))
+        let enqueue = |number| {
+            step(number, own)?;
+            // Threads wait for the end only, streams for every step.
+            let is_last = number + 1 == steps;
+            Event::record_for(gpu, own, if is_last { HostWait::Sleeps } else { HostWait::Spins })
+        };
+        gpu.in_context(|| {
+            gpu.make_stream_wait(after, own)?;
+            earlier.iter().try_for_each(|earlier| earlier.copy.make_stream_wait_for_all(own))?;
+            let enqueued: Result<Vec<_>> = (0..steps).map(enqueue).collect();
+            if enqueued.is_err() {
+                // The caller reuses the memory of a copy that failed.
+                let _ = gpu.synchronize(own);
+            }
+            Ok(Arc::new(Transfer::on_device(gpu, enqueued?)))
+        })
     }
 
     fn run_on_thread(

@@ -311,6 +311,10 @@ def test_layers_come_beside_the_calls_of_their_user(driver: Driver) -> None:
         load = some(lease.load())
         # All layers are enqueued before the first is waited for; no call waits.
         assert driver.calls("launch:kvpool_copy_pages") == LAYERS
+        # What need not be asked or done for each layer is not.
+        assert driver.calls("cuStreamIsCapturing") == 2
+        assert driver.calls("cuCtxPushCurrent_v2") <= 2
+        assert driver.calls("cuEventRecord") == LAYERS + 1
         assert driver.pending() >= LAYERS
         waits = ("cuStreamSynchronize", "cuEventSynchronize", "cuMemAlloc_v2", "cuMemHostAlloc")
         assert [driver.calls(name) for name in waits] == [0, 0, 0, 0]

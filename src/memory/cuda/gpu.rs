@@ -189,6 +189,15 @@ impl Gpu {
         Ok(ContextGuard { driver, pushed, relaxed: None })
     }
 
+    /// Calls `work` while the device's context is current, so that none of its calls need make it so.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when a driver call fails, and the errors of `work`.
+    pub(crate) fn in_context<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
+        let _entered = self.enter()?;
+        work()
+    }
+
     /// Makes the context of a stream's device current, which is opened if it is not this one.
     pub(super) fn enter_of(&self, stream: Stream) -> Result<ContextGuard> {
         if stream.ordinal() == self.ordinal { self.enter() } else { Self::open(stream.ordinal())?.enter() }
@@ -395,11 +404,16 @@ impl Gpu {
         self.driver.synchronize(stream)
     }
 
-    /// Returns whether `stream` is being captured into a graph.
+    /// Returns whether `stream` is being captured into a graph. A side stream never is: only kvpool has it, and it is
+    /// ordered after no stream that is.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`] when a driver call fails.
     pub(crate) fn is_capturing(&self, stream: Stream) -> Result<bool> {
+        self.check_process()?;
+        if lock(&self.side_streams).contains(&Some(stream)) {
+            return Ok(false);
+        }
         Ok(self.stream_state(stream)? == StreamState::Captured)
     }
 
