@@ -39,8 +39,9 @@ class Driver:
         self._library.soft_stream.restype = ctypes.c_size_t
 
     def calls(self, name: str | None = None) -> int:
-        """Calls of a function (`launch:NAME` for a kernel, `wait:sleeps` and `wait:spins` for waits of the host for an
-        event) since the last reset; of all, without a name.
+        """Calls of a function since the last reset; of all, without a name.
+
+        `launch:NAME` is a kernel, `wait:sleeps` and `wait:spins` are waits of the host for an event.
         """
         return int(self._library.soft_calls(name.encode() if name else None))
 
