@@ -50,7 +50,7 @@ FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sani
     inline-8bit-counters pc-table trace-compares) $(addprefix -Zsanitizer=,$(SANITIZER))
 # Files of tests that mostly wait for other processes: they run beside the rest, which need not read them.
 PROCESS_TESTS := $(shell grep -l '^pytestmark = pytest.mark.processes' tests/python/test_*.py)
-OTHER_TESTS := tests/python $(addprefix --ignore=,$(PROCESS_TESTS))
+OTHER_TESTS := tests/python benches/fleet/tests $(addprefix --ignore=,$(PROCESS_TESTS))
 # Hundreds of processes import the same modules: each is compiled once, also where the environment tells Python to keep none.
 unexport PYTHONDONTWRITEBYTECODE
 # What `make wheels` builds: for each target one for CPython with the GIL, one for 3.14 without, and one for 3.15 and later.

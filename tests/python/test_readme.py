@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES.append(ROOT / "benches" / "fleet" / "README.md")
 RESULTS = ROOT / "benches" / "RESULTS.md"
 CLASSES = {
     "TokenToKVPoolAllocator": "token_to_kv_pool_allocator",

@@ -1,4 +1,4 @@
-"""The cost of moving bytes on a machine: the file of `kvpool doctor --bandwidth`, for other commands.
+"""The cost of moving bytes on a machine: the file of `kvpool doctor --bandwidth`, for programs that read it.
 
 It is one JSON object: `"kvpool_bandwidths"`, the version of the format, and `"lines"`, a list of objects with
 the attributes of `Bandwidth`.

@@ -31,8 +31,7 @@ def doctor(  # noqa: PLR0913 - one parameter per option
         bool,
         typer.Option(
             "--bandwidth",
-            help="Measure instead what moving K and V costs: memory, GPUs, a disk, another process. With "
-            "--json it is the file that `kvpool plan --fleet --bandwidth` reads.",
+            help="Measure instead what moving K and V costs: memory, GPUs, a disk, another process.",
         ),
     ] = False,
     directory: Annotated[

@@ -7,20 +7,20 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from break_even import BreakEven
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from kvpool.tools.output import bytes_text
-from kvpool.tools.plan.break_even import BreakEven
 from kvpool.tools.units import bandwidth_text
 
 if TYPE_CHECKING:
+    from fleet import FleetResult
     from numpy.typing import NDArray
     from rich.console import Console
 
     from kvpool.tools.bandwidths import Bandwidth
-    from kvpool.tools.plan.fleet import FleetResult
 
 TIMES = {
     "wait for prefill": "prefill_wait_s",

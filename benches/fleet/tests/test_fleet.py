@@ -1,11 +1,10 @@
-"""`kvpool plan --fleet`: small fleets computed by hand, what adds up, and the command."""
+"""The fleet on paper: small fleets computed by hand, what adds up, and the command."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from break_even import BreakEven
+from fleet import FleetResult, _Cache, simulate
+from fleet_command import app
+from fleet_config import ROUTES, FleetConfig, Machine
+from fleet_options import FleetOptions, fleet_of, machine_of
+from fleet_report import fleet_as_json
 from model_configs import CONFIGS
-from test_readme import fences
 from typer.testing import CliRunner
 
 from kvpool.errors import ConfigError
 from kvpool.tools.bandwidths import Bandwidth, as_json, read_bandwidths
-from kvpool.tools.cli import app
-from kvpool.tools.plan.break_even import BreakEven
-from kvpool.tools.plan.fleet import FleetResult, _Cache, simulate
-from kvpool.tools.plan.fleet_config import ROUTES, FleetConfig, Machine
-from kvpool.tools.plan.fleet_options import FleetOptions, fleet_of, machine_of
-from kvpool.tools.plan.fleet_report import fleet_as_json
+from kvpool.tools.cli import app as kvpool
 from kvpool.tools.plan.model_config import parse_model
 from kvpool.tools.plan.solver import PlanConfig, make_plan
 from kvpool.tools.replay.hit_rates import measure
@@ -37,9 +36,10 @@ if TYPE_CHECKING:
     from typer.testing import Result
 
 GIB = 1 << 30
-SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
-RESULTS = Path(__file__).parents[2] / "benches" / "RESULTS.md"
-CONVERSATION = Path(__file__).parents[3] / "shared" / "traces" / "mooncake" / "conversation_trace.jsonl"
+FLEETS = Path(__file__).parents[1]
+PAGE = FLEETS / "README.md"
+RESULTS = FLEETS.parent / "RESULTS.md"
+CONVERSATION = Path(__file__).parents[4] / "shared" / "traces" / "mooncake" / "conversation_trace.jsonl"
 
 
 def trace_of(
@@ -409,8 +409,8 @@ FAILED = [Bandwidth("nixl", "", problem="nixl is not installed")]
 @pytest.mark.parametrize(
     ("options", "measured", "message"),
     [
-        (FleetOptions(decode_rate=1.0), [], "--fleet needs --prefill-rate and --decode-rate"),
-        (FleetOptions(prefill_rate=1.0), [], "--fleet needs --prefill-rate and --decode-rate"),
+        (FleetOptions(decode_rate=1.0), [], "give --prefill-rate and --decode-rate"),
+        (FleetOptions(prefill_rate=1.0), [], "give --prefill-rate and --decode-rate"),
         (RATES, [], "give --link, or --bandwidth with a file of kvpool doctor --bandwidth --json"),
         (RATES, FAILED, "--bandwidth has no nixl.contiguous: nixl is not installed; give --link"),
         (RATES, MEASURED[:1], "--bandwidth has no nixl.contiguous; give --link"),
@@ -448,10 +448,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def invoke(*arguments: str, model: str = "Llama-3.1-8B") -> Result:
-    return CliRunner().invoke(app, ["plan", f"{model}.json", "--memory", "60GiB", *arguments])
+    return CliRunner().invoke(app, [f"{model}.json", "--memory", "60GiB", *arguments])
 
 
-SMALL = ("--fleet", "--requests", "30", "--prefill-rate", "9000", "--decode-rate", "2000")
+SMALL = ("--requests", "30", "--prefill-rate", "9000", "--decode-rate", "2000")
 
 
 @pytest.mark.usefixtures("folder")
@@ -502,9 +502,7 @@ def test_the_command_prints_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--link", "1GB/s"), "--link is for --fleet"),
-        (("--requests", "3"), "--requests is for --fleet"),
-        (("--fleet",), "--fleet needs --prefill-rate and --decode-rate"),
+        ((), "give --prefill-rate and --decode-rate"),
         ((*SMALL,), "give --link, or --bandwidth"),
         ((*SMALL, "--bandwidth", "none.json"), "[Errno 2] No such file or directory: 'none.json'"),
         ((*SMALL, "--bandwidth", "Llama-3.1-8B.json"), "Llama-3.1-8B.json was not written by kvpool doctor"),
@@ -525,35 +523,31 @@ def test_the_command_reports_errors_in_one_line(arguments: tuple[str, ...], mess
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_fleet_needs_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    result = invoke(*SMALL, "--link", "1GB/s")
-    assert (result.exit_code, result.stderr) == (
-        1,
-        "kvpool: plan --fleet needs numpy: pip install 'kvpool[tools]'\n",
-    )
-
-
 def commands() -> list[str]:
-    """The commands of docs/scale.md."""
-    shell = [source for kind, _, source in fences(SCALE) if kind == "sh"]
+    """The commands of the page."""
+    shell = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     return [line for source in shell for line in source.splitlines()]
 
 
 @pytest.mark.parametrize("command", commands())
 def test_the_commands_of_the_page_run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few requests, and small copies to another folder."""
-    (folder / "docs").symlink_to(SCALE.parent)
+    (folder / "benches").symlink_to(FLEETS.parent)
     words, _, target = command.partition(" > ")
     name, *arguments = words.replace("/mnt/nvme", ".").split()
-    assert name == "kvpool"
+    program = kvpool
+    if name == "python":
+        program, folder_of_it = app, arguments.pop(0)
+        assert (folder / folder_of_it).resolve() == FLEETS
+        arguments += ["--requests", "20"]
+    else:
+        assert name == "kvpool"
     if arguments[0] == "doctor":
         arguments += ["--size", "1MiB", "--seconds", "1e-6"]
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)  # without NIXL, which takes seconds
-    elif arguments[0] == "replay" or "--fleet" in arguments:
+    elif arguments[0] == "replay":
         arguments += ["--requests", "20"]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(program, arguments)
     assert result.exit_code == 0, result.stderr
     if target:
         assert read_bandwidths(write_text(folder / target, result.stdout))
@@ -566,7 +560,7 @@ def write_text(path: Path, text: str) -> Path:
 
 def rows_of(section: str) -> dict[str, list[str]]:
     """The cells of the tables of a section, by the first cell of each row."""
-    text = SCALE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    text = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
     return {row[0]: row[1:] for row in rows}
 
@@ -585,12 +579,12 @@ def number_in(text: str) -> float:
 
 def test_the_arithmetic_of_the_page() -> None:
     """Bytes, times on links, break-even bandwidths and sizes of stores."""
-    links = {line.name: line for line in read_bandwidths(SCALE.parent / "links.json")}
+    links = {line.name: line for line in read_bandwidths(FLEETS / "links.json")}
     in_bytes, on_links, even, stores = map(
         rows_of, ("Bytes", "Links", "Loading or computing", "How large a store")
     )
     tokens = [number_in(cell) * 1e6 for cell in stores["tokens"]]
-    results, text = RESULTS.read_text(), " ".join(SCALE.read_text().split())
+    results, text = RESULTS.read_text(), " ".join(PAGE.read_text().split())
     speeds = [
         (64 << 20) / float(found.replace(",", "")) / 1e3
         for kind in ("in one run", "in pages of 16", "scattered")
@@ -631,6 +625,6 @@ def test_the_figures_of_the_page() -> None:
     row = rows_of("How large a store")["none"]
     assert row == [found, "", computed, median, p99, busy["prefill"], ""]
     assert rows_of("How many machines")["2"] == [median, p99, result.bottleneck, busy[result.bottleneck]]
-    text = " ".join(SCALE.read_text().split())
+    text = " ".join(PAGE.read_text().split())
     assert f"make it {2 * result.busy['decode memory']:.2f} in the simulation" in text
     assert f"wants {result.balanced_decode:.2f} decode machines" in text

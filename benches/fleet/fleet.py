@@ -2,7 +2,7 @@
 
 A request goes to a prefill machine, which computes what neither its prefix cache nor the store has of the
 prompt, one prompt after another. Its K, V and states are then handed over to the decode machine with the
-fewest tokens that has room for prompt and answer. The first token is there when they are. `docs/scale.md`
+fewest tokens that has room for prompt and answer. The first token is there when they are. `README.md`
 lists what is left out.
 """
 
@@ -15,19 +15,19 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from break_even import BreakEven
 
 from kvpool import TokenToKVPoolAllocator
 from kvpool._kvpool import PrefixCache
 from kvpool.errors import ConfigError
-from kvpool.tools.plan.break_even import BreakEven
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fleet_config import FleetConfig, Machine
     from numpy.typing import NDArray
 
     from kvpool._kvpool import Lease
-    from kvpool.tools.plan.fleet_config import FleetConfig, Machine
     from kvpool.tools.traces import Trace
     from kvpool.typing import Policy
 

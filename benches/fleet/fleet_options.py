@@ -1,12 +1,13 @@
-"""The options of `kvpool plan --fleet`: a fleet from given options and measured bandwidths."""
+"""The options of the command line: a fleet from given options and measured bandwidths."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fleet_config import FleetConfig, Machine
+
 from kvpool.errors import ConfigError
-from kvpool.tools.plan.fleet_config import FleetConfig, Machine
 from kvpool.tools.policies import policy_named
 from kvpool.tools.units import parse_bandwidth, parse_bytes
 
@@ -76,7 +77,7 @@ def fleet_of(options: FleetOptions, measured: list[Bandwidth]) -> FleetConfig:
         ConfigError: If a speed is neither given nor measured, or a value is not valid.
     """
     if options.prefill_rate is None or options.decode_rate is None:
-        raise ConfigError("--fleet needs --prefill-rate and --decode-rate, tokens per second of a machine")
+        raise ConfigError("give --prefill-rate and --decode-rate, tokens per second of a machine")
     if options.link is not None and options.scattered:
         raise ConfigError("--scattered takes the link from --bandwidth: give --link or --scattered, not both")
     if options.link is None:
