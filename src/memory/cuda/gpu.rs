@@ -5,7 +5,7 @@
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, Once};
+use std::sync::{Arc, Mutex, Once, OnceLock};
 
 use crate::base::sync::lock;
 use crate::base::{Device, Error, ErrorKind, Result};
@@ -35,7 +35,9 @@ pub struct Gpu {
     /// Events not in use, by how threads wait for them.
     free_events: Mutex<[Vec<EventHandle>; 2]>,
     /// The streams of [`Gpu::side_stream`], once they are made.
-    side_streams: Mutex<[Option<Stream>; 3]>,
+    side_streams: [OnceLock<Stream>; 3],
+    /// Held while one of them is made. Not to ask which there are: every launch does.
+    making_side_stream: Mutex<()>,
 }
 
 /// Work that runs beside the caller's streams.
@@ -100,8 +102,15 @@ impl Gpu {
         };
         let context = driver.retain_context(ordinal).map_err(unusable)?;
         let capability = driver.capability(ordinal).map_err(unusable)?;
-        let (free_events, side_streams) = (Mutex::default(), Mutex::default());
-        let gpu = Arc::new(Self { ordinal, capability, driver, context, free_events, side_streams });
+        let gpu = Arc::new(Self {
+            ordinal,
+            capability,
+            driver,
+            context,
+            free_events: Mutex::default(),
+            side_streams: Default::default(),
+            making_side_stream: Mutex::default(),
+        });
         open.push(Arc::clone(&gpu));
         Ok(gpu)
     }
@@ -411,7 +420,7 @@ impl Gpu {
     /// [`ErrorKind::Driver`] when a driver call fails.
     pub(crate) fn is_capturing(&self, stream: Stream) -> Result<bool> {
         self.check_process()?;
-        if lock(&self.side_streams).contains(&Some(stream)) {
+        if self.side_streams.iter().any(|side| side.get() == Some(&stream)) {
             return Ok(false);
         }
         Ok(self.stream_state(stream)? == StreamState::Captured)
@@ -485,17 +494,18 @@ impl Gpu {
     /// [`ErrorKind::Driver`] when a driver call fails; the next call tries again.
     pub fn side_stream(&self, work: SideStream) -> Result<Stream> {
         self.check_process()?;
-        let mut streams = lock(&self.side_streams);
-        let place = &mut streams[match work {
+        let place = &self.side_streams[match work {
             SideStream::Copy(CopyDirection::In) => 0,
             SideStream::Copy(CopyDirection::Out) => 1,
             SideStream::Gather => 2,
         }];
-        if let Some(stream) = *place {
+        let _making = lock(&self.making_side_stream);
+        if let Some(&stream) = place.get() {
             return Ok(stream);
         }
         let _entered = self.enter_beside_captures()?;
-        Ok(*place.insert(self.driver.create_stream(self.ordinal)?))
+        let stream = self.driver.create_stream(self.ordinal)?;
+        Ok(*place.get_or_init(|| stream))
     }
 
     /// Returns whether kernels reach all page-locked host memory at its host address: memory that was
