@@ -1,4 +1,4 @@
-//! Maps by keys that no user can choose: numbers of kvpool's own, and cryptographic hashes.
+//! Maps by keys that no user writes: numbers of units, and hashes of tokens.
 
 use std::collections::{HashMap, HashSet};
 

@@ -11,6 +11,8 @@ use crate::tensor::TensorView;
 use super::PlanMetadata;
 
 impl PlanMetadata {
+    /// Returns an array of a plan. In host memory it is written now if nobody has asked for it before, and by each
+    /// later plan.
     pub(in crate::pool::batch_planner) fn field(
         &mut self,
         plan: &Plan,
