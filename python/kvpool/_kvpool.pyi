@@ -1152,9 +1152,9 @@ class BatchPlanner:
 
     A step is one pass on the host. Its cost grows with the new tokens and the requests; only `kv_indices` is
     rewritten whole in every step. On a GPU a step is one launch on the current stream, preceded by a copy to
-    the device if the batch is large. It waits only if the host is many large steps ahead. If you plan on
-    another stream than before, make that stream wait, by an event, for the work that reads the previous plan.
-    All calls are atomic.
+    the device if it has more numbers than a launch takes. It waits only if the host is many large steps ahead.
+    If you plan on another stream than before, make that stream wait, by an event, for the work that reads the
+    previous plan. All calls are atomic.
 
     Args:
         req_to_token_pool: The request table. Do not write to rows that the planner uses.
