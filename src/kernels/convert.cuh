@@ -217,10 +217,10 @@ __device__ __forceinline__ bool has_magnitude(u32 bytes, u32 least) {
     return (((bytes & 0x7f7f7f7fu) + (0x80 - least) * 0x01010101u) & 0x80808080u) != 0;
 }
 
-/// Sixteen numbers, divided, as 8-bit floats, the first in the lowest byte. Results of `divide` and `store_pair` that may
-/// be wrong are recognisable, and are computed again, slowly.
+/// Sixteen numbers, divided, as 8-bit floats, the first in the lowest byte. Returns false where results of `divide` and
+/// `store_pair` may be wrong: those are recognisable.
 template <typename Type>
-__device__ __forceinline__ void store_sixteen(const float* values, float divisor, float reciprocal, u32* bytes) {
+__device__ __forceinline__ bool store_quickly(const float* values, float divisor, float reciprocal, u32* bytes) {
     float held[16];
 #pragma unroll
     for (u32 i = 0; i < 16; i++) {
@@ -233,28 +233,51 @@ __device__ __forceinline__ void store_sixteen(const float* values, float divisor
         bytes[i] = Type::store_pair(four[0], four[1]) | Type::store_pair(four[2], four[3]) << 16;
         is_certain = is_certain && !has_magnitude(bytes[i], Type::DOUBTFUL);
     }
-    if (is_certain) {
-        return;
-    }
+    return is_certain;
+}
+
+/// Sixteen numbers that are taken one by one. They are shifted each time, since registers cannot be indexed.
+struct Floats {
+    float held[16];
+
+    __device__ __forceinline__ float next() {
+        float first = held[0];
 #pragma unroll
-    for (u32 i = 0; i < 16; i++) {
-        held[i] = values[i];
+        for (u32 i = 0; i < 15; i++) {
+            held[i] = held[i + 1];
+        }
+        return first;
     }
-    // The numbers are shifted by one each time, since registers cannot be indexed.
+};
+
+/// As `Floats`, of 16-bit floats of type `Type`, the first in the lowest half.
+template <typename Type>
+struct Halves {
+    u32 held[8];
+
+    __device__ __forceinline__ float next() {
+        float first = Type::load(u16(held[0]));
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            held[i] = held[i] >> 16 | (i < 7 ? held[i + 1] << 16 : 0);
+        }
+        return first;
+    }
+};
+
+/// As `store_quickly`, always right.
+template <typename Type, typename Numbers>
+__device__ __forceinline__ void store_slowly(Numbers& numbers, float divisor, u32* bytes) {
 #pragma unroll 1
     for (u32 i = 0; i < 16; i++) {
+        float value = numbers.next();
         // Devices do not keep the sign of a NaN that they divide.
-        float value = is_nan(held[0]) ? held[0] : held[0] / divisor;
-        u32 next = Type::store(value);
+        u32 last = Type::store(is_nan(value) ? value : value / divisor);
 #pragma unroll
         for (u32 part = 4; part-- > 0;) {
             u32 lowest = bytes[part] & 0xff;
-            bytes[part] = bytes[part] >> 8 | next << 24;
-            next = lowest;
-        }
-#pragma unroll
-        for (u32 other = 0; other < 15; other++) {
-            held[other] = held[other + 1];
+            bytes[part] = bytes[part] >> 8 | last << 24;
+            last = lowest;
         }
     }
 }

@@ -306,8 +306,13 @@ impl Launcher {
         };
         let (first_blocks, grid) = parts_grid([parts[0].split, parts[1].split], count)?;
         let (count, rows) = (units(count)?, units(rows)?);
-        let is_wide = parts.iter().all(StorePart::is_wide);
-        let kernel = if is_wide { self.kernels.store_wide } else { self.kernels.store };
+        let kernel = if parts.iter().all(StorePart::is_wide) {
+            self.kernels.store_wide
+        } else if parts.iter().all(StorePart::is_narrowed) {
+            self.kernels.store_narrowed
+        } else {
+            self.kernels.store
+        };
         self.launch_with_numbers(kernel, grid, &[indices.numbers(&list)], stream, |index| StoreParams {
             fault: self.fault.address(),
             count,

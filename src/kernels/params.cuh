@@ -6,10 +6,13 @@
 #pragma once
 
 // A kernel, and its variant with a list that is passed with the launch. `KERNELS` begins the body of both, where the
-// parameters are `p`; `list` is null in the first.
-#ifndef KERNEL
-#define KERNEL(name, Params) extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ Params p)
+// parameters are `p`; `list` is null in the first. `bounds` are the threads of a block and, where a kernel must not have more
+// registers than that, the blocks that share a multiprocessor.
+#ifndef KERNEL_WITHIN
+#define KERNEL_WITHIN(bounds, name, Params)                                                                          \
+    extern "C" __global__ void __launch_bounds__ bounds name(const __grid_constant__ Params p)
 #endif
+#define KERNEL(name, Params) KERNEL_WITHIN((256), name, Params)
 
 typedef long long i64;
 typedef unsigned long long u64;
@@ -317,11 +320,12 @@ struct ReadParams {
 };
 static_assert(sizeof(ReadParams) == 176, "as launch/params.rs has it");
 
-#define KERNELS(name, Params)                                                                                        \
+#define KERNELS(name, Params) KERNELS_WITHIN((256), name, Params)
+#define KERNELS_WITHIN(bounds, name, Params)                                                                         \
     static_assert(sizeof(WithList<Params>) == 4096, "as launch/params.rs has it");                                   \
     static __device__ __forceinline__ void name##_body(const Params& p, const i32* list);                            \
-    KERNEL(name, Params) { name##_body(p, nullptr); }                                                                \
-    KERNEL(name##_listed, WithList<Params>) { name##_body(p.params, p.list); }                                       \
+    KERNEL_WITHIN(bounds, name, Params) { name##_body(p, nullptr); }                                                 \
+    KERNEL_WITHIN(bounds, name##_listed, WithList<Params>) { name##_body(p.params, p.list); }                        \
     static __device__ __forceinline__ void name##_body(const Params& p, const i32* list)
 
 /// The number of this thread in the first dimension of the grid.

@@ -148,7 +148,7 @@ __device__ __forceinline__ void hold_words(Held& held, const StorePart& part, co
 #pragma unroll
     for (u32 step = 0; step < WORDS_PER_LANE; step++) {
         u32 word = first + step * lanes;
-        if (word < part.units) {
+        if (step < part.per_lane && word < part.units) {
             Word read = reinterpret_cast<const Word*>(source)[word];
             hold(held + step * parts_of<Word>(), read);
         }
@@ -161,7 +161,7 @@ __device__ __forceinline__ void take_words(const Held& held, const StorePart& pa
 #pragma unroll
     for (u32 step = 0; step < WORDS_PER_LANE; step++) {
         u32 word = first + step * lanes;
-        if (word < part.units) {
+        if (step < part.per_lane && word < part.units) {
             take(reinterpret_cast<Word*>(target)[word], held + step * parts_of<Word>());
         }
     }
@@ -183,6 +183,18 @@ __device__ __forceinline__ void hold_runs(Held& held, const StorePart& part, con
             u32 at = step * WORDS + i;
             hold(held + at * parts_of<Word>(), word);
         }
+    }
+}
+
+/// As `hold_runs<Word, 1>`, of rows that are contiguous.
+template <typename Word>
+__device__ __forceinline__ void hold_row(Held& held, const StorePart& part, const u8* source, u32 first) {
+    u32 lanes = 1u << part.split.lane_bits;
+#pragma unroll
+    for (u32 step = 0; step < RUNS_PER_LANE; step++) {
+        u32 run = first + step * lanes;
+        Word word = run < part.units ? reinterpret_cast<const Word*>(source)[run] : Word{};
+        hold(held + step * parts_of<Word>(), word);
     }
 }
 
@@ -269,13 +281,40 @@ __device__ __forceinline__ void narrow_elements(Held& held) {
 
 template <typename Type>
 __device__ __forceinline__ void divide_elements(Held& held, const StorePart& part) {
-    static_assert(ELEMENTS_PER_LANE == 16, "as many as store_sixteen takes");
+    static_assert(ELEMENTS_PER_LANE == 16, "as many as store_quickly takes");
+    Floats floats;
+#pragma unroll
+    for (u32 i = 0; i < ELEMENTS_PER_LANE; i++) {
+        floats.held[i] = from_bits(held[i]);
+    }
+    if (!store_quickly<Type>(floats.held, part.divisor, part.reciprocal, held)) {
+        store_slowly<Type>(floats, part.divisor, held);
+    }
+}
+
+/// 16-bit floats of type `Source`, divided, as 8-bit floats of type `Target`. A lane that may have to divide again keeps what
+/// it has read, which is half as much as the floats.
+template <typename Source, typename Target>
+__device__ __forceinline__ void narrow_held(Held& held, const StorePart& part) {
+    Halves<Source> halves;
+#pragma unroll
+    for (u32 i = 0; i < ELEMENTS_PER_LANE / 2; i++) {
+        halves.held[i] = held[i];
+    }
     float values[ELEMENTS_PER_LANE];
 #pragma unroll
     for (u32 i = 0; i < ELEMENTS_PER_LANE; i++) {
-        values[i] = from_bits(held[i]);
+        values[i] = Source::load(element<u16>(held, i));
     }
-    store_sixteen<Type>(values, part.divisor, part.reciprocal, held);
+    if (!store_quickly<Target>(values, part.divisor, part.reciprocal, held)) {
+        store_slowly<Target>(halves, part.divisor, held);
+    }
+}
+
+template <typename Source>
+__device__ __forceinline__ void narrow_held(Held& held, const StorePart& part) {
+    part.target_dtype == DTYPE_F8E4M3 ? narrow_held<Source, F8E4M3>(held, part)
+                                      : narrow_held<Source, F8E5M2>(held, part);
 }
 
 __device__ __forceinline__ void convert_elements(Held& held, const StorePart& part) {
@@ -351,26 +390,51 @@ take_piece(const Held& held, const StorePart& part, u8* target, u32 first) {
     }
 }
 
-/// Row `indices[i]` of the target becomes row i of the values, for K and V. Negative indices are skipped. `IS_WIDE`: both are
-/// stored in words of 16 bytes, as most are. Of few rows, a store takes as long as its instructions and what it waits for: so
-/// these have a kernel of their own, and values are read while the index of their row is.
-template <bool IS_WIDE>
+/// The values that a kernel stores. Of few rows, a store takes as long as its instructions and what it waits for, and of many
+/// rows of 8 bits as long as its instructions: so the usual values have kernels of their own.
+enum class Values {
+    ANY,
+    /// Those of K and of V are stored in words of 16 bytes.
+    WIDE,
+    /// Both are contiguous rows of 16-bit floats that become 8-bit floats, run by run.
+    NARROWED,
+};
+
+template <Values VALUES>
+__device__ __forceinline__ void hold_values(Held& held, const StorePart& part, const u8* source, u32 first) {
+    switch (VALUES) {
+        case Values::ANY: return hold_piece(held, part, source, first);
+        case Values::WIDE: return hold_words<Word16>(held, part, source, first);
+        case Values::NARROWED:
+            hold_row<Word16>(held, part, source, first);
+            return part.source_dtype == DTYPE_F16 ? narrow_held<F16>(held, part) : narrow_held<BF16>(held, part);
+    }
+}
+
+template <Values VALUES>
+__device__ __forceinline__ void take_values(const Held& held, const StorePart& part, u8* target, u32 first) {
+    switch (VALUES) {
+        case Values::ANY: return take_piece(held, part, target, first);
+        case Values::WIDE: return take_words<Word16>(held, part, target, first);
+        case Values::NARROWED: return take_runs<Word8, 1>(held, part, target, first);
+    }
+}
+
+/// Row `indices[i]` of the target becomes row i of the values, for K and V. Negative indices are skipped. Values are read
+/// while the index of their row is.
+template <Values VALUES>
 __device__ __forceinline__ void store(const StoreParams& p, const i32* list) {
     bool is_second = blockIdx.x >= p.first_blocks;
     const StorePart& part = p.parts[is_second];
     u32 block = is_second ? blockIdx.x - p.first_blocks : blockIdx.x;
-    Place at = place(block, part.split, IS_WIDE ? u32(WORDS_PER_LANE) : part.per_lane);
+    Place at = place(block, part.split, VALUES == Values::NARROWED ? u32(RUNS_PER_LANE) : part.per_lane);
     if (at.row >= p.count) {
         return;
     }
     Fetched index = fetch(p.indices, at.row, list);
     const u8* source = part.source + offset_of(at.row, part.lead_ndim, part.lead_shape, part.lead_strides);
     Held held;
-    if (IS_WIDE) {
-        hold_words<Word16>(held, part, source, at.first);
-    } else {
-        hold_piece(held, part, source, at.first);
-    }
+    hold_values<VALUES>(held, part, source, at.first);
     i64 row = value_of(p.indices, index);
     if (!within(row, p.rows)) {
         if (row >= 0 && at.first == 0) {
@@ -378,20 +442,26 @@ __device__ __forceinline__ void store(const StoreParams& p, const i32* list) {
         }
         return;
     }
-    u8* target = part.target + row * part.row_bytes;
-    if (IS_WIDE) {
-        take_words<Word16>(held, part, target, at.first);
-    } else {
-        take_piece(held, part, target, at.first);
-    }
+    take_values<VALUES>(held, part, part.target + row * part.row_bytes, at.first);
 }
 
 KERNELS(kvpool_store, StoreParams) {
-    store<false>(p, list);
+    store<Values::ANY>(p, list);
 }
 
 KERNELS(kvpool_store_wide, StoreParams) {
-    store<true>(p, list);
+    store<Values::WIDE>(p, list);
+}
+
+// With fewer blocks too little is under way, for more there are too few registers (H200, 2026-11-27).
+#ifdef HAS_FLOAT8
+#define NARROWED_BOUNDS (256, 6)
+#else
+#define NARROWED_BOUNDS (256)
+#endif
+
+KERNELS_WITHIN(NARROWED_BOUNDS, kvpool_store_narrowed, StoreParams) {
+    store<Values::NARROWED>(p, list);
 }
 
 /// Row i of the target becomes row `indices[i]` of the source, for K and V, or zeros if that row does not exist.

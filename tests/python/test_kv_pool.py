@@ -562,6 +562,24 @@ def test_scales_divide_before_the_conversion(
 
 
 @pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("apart", [64, 72, 65])
+def test_heads_that_lie_apart_are_divided_before_the_conversion(
+    dtype: torch.dtype, source: torch.dtype, apart: int
+) -> None:
+    """Of one projection, say: whole runs of each head, or single elements."""
+    k = rows_of(every_value(source), 3 * 64).view(-1, 3, 64)
+    tokens = len(k)
+    wide = torch.zeros(tokens, 3, apart, dtype=source, device=k.device)
+    wide[..., :64] = k
+    pool = make(tokens, 1, 3, 64, dtype=dtype)
+    pool.set_kv_buffer(0, torch.arange(1, tokens + 1), wide[..., :64], k, k_scale=0.37, v_scale=0.37)
+    expected = converted(k.float() / torch.full_like(k, 0.37, dtype=torch.float32), dtype)
+    for buffer in (pool.k_buffer[0], pool.v_buffer[0]):
+        assert_same(buffer[1 : tokens + 1], expected)
+
+
+@pytest.mark.parametrize("dtype", FP8)
 @pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16, *FP8])
 @pytest.mark.parametrize("scale", [None, 0.37])
 def test_a_nan_keeps_its_sign_and_nothing_else(

@@ -101,7 +101,7 @@ static inline void for_each_thread(Coordinates grid, Coordinates block, Body bod
     }
 }
 
-#define KERNEL(name, Params)                                                                                         \
+#define KERNEL_WITHIN(bounds, name, Params)                                                                          \
     static inline void name(const Params& p);                                                                        \
     static void name##_run(const void* params, Coordinates grid, Coordinates block) {                                \
         const Params& p = *static_cast<const Params*>(params);                                                       \
@@ -133,14 +133,22 @@ extern "C" float software_divide(float value, float divisor, float reciprocal) {
     return divide(value, divisor, reciprocal);
 }
 
+template <typename Type, typename Numbers>
+static void store_all(Numbers numbers, const float* values, float divisor, float reciprocal, u32* bytes) {
+    if (!store_quickly<Type>(values, divisor, reciprocal, bytes)) {
+        store_slowly<Type>(numbers, divisor, bytes);
+    }
+}
+
 /// Sixteen values as 8-bit floats, four in each of `bytes`, as the kernels store them.
 extern "C" void
 software_store_sixteen(i32 dtype, const float* values, float divisor, float reciprocal, u32* bytes) {
-    if (dtype == DTYPE_F8E4M3) {
-        store_sixteen<F8E4M3>(values, divisor, reciprocal, bytes);
-    } else {
-        store_sixteen<F8E5M2>(values, divisor, reciprocal, bytes);
+    Floats floats;
+    for (int i = 0; i < 16; i++) {
+        floats.held[i] = values[i];
     }
+    dtype == DTYPE_F8E4M3 ? store_all<F8E4M3>(floats, values, divisor, reciprocal, bytes)
+                          : store_all<F8E5M2>(floats, values, divisor, reciprocal, bytes);
 }
 
 /// A value as an 8-bit float, by the definition.

@@ -11,12 +11,16 @@ use crate::kernels::rows::RowBuffer;
 pub(super) const WIDEST: usize = 16;
 /// Words that one thread copies.
 pub(super) const WORDS_PER_LANE: usize = 4;
+/// As many words of a store are spread over more multiprocessors, a word for each thread: up to here that takes less time
+/// (H200, 2026-11-27).
+pub(super) const FEW_WORDS: usize = 32 << 10;
 /// Elements that one thread stores, and those of its runs: elements that it reads or writes together.
 pub(super) const ELEMENTS_PER_LANE: usize = 16;
 pub(super) const RUNS_PER_LANE: usize = 2;
 pub(super) const RUN: usize = ELEMENTS_PER_LANE / RUNS_PER_LANE;
-/// Numbers of a table that one thread copies at once.
+/// Numbers of a table that one thread copies at once, and of a plan.
 const NUMBERS_PER_THREAD: usize = 8;
+const PAGES_AT_ONCE: usize = 4;
 /// Threads per block.
 const BLOCK: usize = 256;
 /// The most threads that share a row.
@@ -63,6 +67,11 @@ impl Divisor {
         // Fits, as 2^shift is at most 2^32 * (by - 1).
         let factor = u32::try_from((1u64 << shift).div_ceil(u64::from(by)));
         Ok(Self { by, factor: factor.expect("it has 32 bits"), shift })
+    }
+
+    /// Returns the divisor.
+    pub(super) const fn by(self) -> u32 {
+        self.by
     }
 }
 
@@ -200,8 +209,12 @@ fn grid_too_large_error(number: impl std::fmt::Display, noun: &str) -> Error {
 /// segment.
 pub(super) fn ragged_grid(longest: usize, count: usize) -> Result<[u32; 2]> {
     /// About as many blocks as a device runs at once; more along one segment add no speed.
-    const ENOUGH: usize = 1024;
-    Ok([blocks(longest)?.min(narrow(ENOUGH.div_ceil(count.max(1)))), narrow(count.min(MAX_Y))])
+    const MOST: usize = 1024;
+    /// A few for each multiprocessor: up to here a thread need not do several elements.
+    const FEW: usize = 256;
+    let (longest, count) = (counted(longest)?, count.max(1));
+    let each = longest.div_ceil(BLOCK).min(FEW / count).max(longest.div_ceil(BLOCK * PAGES_AT_ONCE));
+    Ok([narrow(each.min(MOST.div_ceil(count))), narrow(count.min(MAX_Y))])
 }
 
 /// As [`ragged_grid`], for segments whose numbers are copied as they are: a block takes many of them at once.

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use crate::base::bounded::{distance, int32, signed};
-use crate::base::{DType, Result};
+use crate::base::{DType, Result, widen};
 use crate::kernels::convert::conversion;
 use crate::kernels::pages::KindCopy;
 use crate::kernels::rows::RowBuffer;
@@ -11,7 +11,8 @@ use crate::kernels::store::{StoreRows, inconvertible, layout};
 use crate::memory::BorrowedTensor;
 
 use super::grid::{
-    Divisor, ELEMENTS_PER_LANE, RUN, RUNS_PER_LANE, RowGroup, Split, WIDEST, WORDS_PER_LANE, units, word_of,
+    Divisor, ELEMENTS_PER_LANE, FEW_WORDS, RUN, RUNS_PER_LANE, RowGroup, Split, WIDEST, WORDS_PER_LANE,
+    units, word_of,
 };
 use super::numbers::{Index, collapsed};
 
@@ -312,7 +313,10 @@ impl StorePart {
             (if is_run { StoreMethod::Runs } else { StoreMethod::Elements }, from.size())
         };
         let (of_row, per_lane) = match way {
-            StoreMethod::Words => (row_bytes / size, WORDS_PER_LANE),
+            StoreMethod::Words => {
+                let words = row_bytes / size;
+                (words, if count.saturating_mul(words) <= FEW_WORDS { 1 } else { WORDS_PER_LANE })
+            }
             StoreMethod::Runs => (heads * dim / RUN, RUNS_PER_LANE),
             StoreMethod::Elements => (heads * dim, ELEMENTS_PER_LANE),
         };
@@ -347,6 +351,12 @@ impl StorePart {
     /// Returns whether values are stored in words of 16 bytes.
     pub(super) fn is_wide(&self) -> bool {
         self.way == StoreMethod::Words && self.size == int32(WIDEST)
+    }
+
+    /// Returns whether values are rows of runs of 16-bit floats that become 8-bit floats.
+    pub(super) fn is_narrowed(&self) -> bool {
+        let is_one_head = widen(self.dim.by()) == widen(self.units) * RUN;
+        self.way == StoreMethod::Runs && is_one_head && self.size == 2 && self.target_size == 1
     }
 }
 
