@@ -13,7 +13,7 @@ use crate::memory::{BorrowedTensor, Event, Gpu, Region, Stream};
 
 use super::indices::{IndexSpace, IndexSpaces, Indices};
 use super::launch::{Copies, IndexUse, Launcher};
-use super::pages::{PageCopy, PagePair, Pieces, copy_pages};
+use super::pages::{LoadWay, PageCopy, PagePair, PagePlan, Pieces, copy_pages};
 use super::rows::{LayerRows, RowBuffer, gather_rows, move_rows, zero_rows};
 use super::store::{StoreRows, store_rows};
 use super::table::{Table, build_kv_indices, part, zero_columns};
@@ -346,13 +346,32 @@ impl Executor {
         stream: Stream,
     ) -> Result<()> {
         let device = self.gpu().map_or(Device::Cpu, |gpu| gpu.device());
-        let plan = pieces.plan(rows, device, direction, pairs, &layers)?;
+        let plan = pieces.plan(rows, device, direction, pairs, &layers, None)?;
+        self.carry_out(&plan, pieces, stream)
+    }
+
+    /// Works like [`Self::copy_pages`] for layers of a load that [`Pieces::begin_load`] began.
+    pub(crate) fn load_pages<I: Id>(
+        &self,
+        rows: &LayerRows,
+        pieces: &Pieces,
+        pairs: &[PagePair<I>],
+        layers: &Range<usize>,
+        way: &LoadWay,
+        stream: Stream,
+    ) -> Result<()> {
+        let device = self.gpu().map_or(Device::Cpu, |gpu| gpu.device());
+        let plan = pieces.plan(rows, device, PageCopy::In, pairs, layers, Some(way))?;
+        self.carry_out(&plan, pieces, stream)
+    }
+
+    fn carry_out(&self, plan: &PagePlan<'_>, pieces: &Pieces, stream: Stream) -> Result<()> {
         match self {
             Self::Host(_) => {
-                copy_pages(&plan);
+                copy_pages(plan);
                 Ok(())
             }
-            Self::Device(launcher) => launcher.copy_pages(&plan, pieces, stream),
+            Self::Device(launcher) => launcher.copy_pages(plan, pieces, stream),
         }
     }
 

@@ -474,29 +474,44 @@ impl Launcher {
         copied
     }
 
-    /// Copies whole pages to pieces by way of a staging area: a kernel gathers them there, and copies of the
-    /// driver, of as many pieces as lie in a row, move them on.
+    /// Copies pages to pieces or back by way of a staging area: a kernel gathers them there, or scatters them, and
+    /// copies of the driver, of as many pieces as lie in a row, move them over the bus.
     fn copy_staged_pages(&self, plan: &PagePlan<'_>, staged: &StagedCopy<'_>, stream: Stream) -> Result<()> {
+        let piece_at = usize::from(plan.direction == PageCopy::Out);
         let mut indices: Vec<[i32; 2]> = try_with_capacity(plan.indices.len())?;
         indices.extend(&plan.indices);
-        indices.sort_unstable_by_key(|[_, piece]| *piece);
+        indices.sort_unstable_by_key(|pair| pair[piece_at]);
         let area = staged.area();
-        let filling = area.begin(stream)?;
-        for batch in indices.chunks(staged.pieces_at_once()) {
-            let mut gathered: Vec<[i32; 2]> = try_with_capacity(batch.len())?;
-            gathered.extend(batch.iter().zip(0..).map(|([page, _], at)| [*page, at]));
-            let gather = |begin: usize| {
-                let kinds = [0, 1].map(|kind| staged.into_area(&plan.kinds[kind], begin));
-                let gather = PagePlan { kinds, indices: gathered, staging: None, ..*plan };
-                self.launch_page_copies(&gather, GATHERING_BLOCKS, filling)
+        let filling = staged.filling.map_or_else(|| area.begin(stream), Ok)?;
+        for batch in indices.chunks_mut(staged.pieces_at_once()) {
+            let mut pieces: Vec<i32> = try_with_capacity(batch.len())?;
+            pieces.extend(batch.iter().map(|pair| pair[piece_at]));
+            batch.iter_mut().zip(0..).for_each(|(pair, at)| pair[piece_at] = at);
+            let within = |begin: usize, on: Stream| {
+                let kinds = [0, 1].map(|kind| staged.within_device(&plan.kinds[kind], plan.direction, begin));
+                let mut indices: Vec<[i32; 2]> = try_with_capacity(batch.len())?;
+                indices.extend(&*batch);
+                let within = PagePlan { kinds, indices, staging: None, ..*plan };
+                self.launch_page_copies(&within, GATHERING_BLOCKS, on)
             };
-            let move_on = |begin: usize| {
-                staged.parts(batch, begin).try_for_each(|part| {
-                    let [source, target] = part?;
-                    self.gpu.copy_2d(&target, &source, stream)
+            let over_bus = |begin: usize, on: Stream| {
+                staged.over_bus(&pieces, begin).try_for_each(|part| {
+                    let [area, host] = part?;
+                    match plan.direction {
+                        PageCopy::Out => self.gpu.copy_2d(&host, &area, on),
+                        PageCopy::In => self.gpu.copy_2d(&area, &host, on),
+                    }
                 })
             };
-            area.pass([filling, stream], gather, move_on)?;
+            let streams = [filling, stream];
+            match plan.direction {
+                PageCopy::Out => {
+                    area.pass(streams, |begin| within(begin, filling), |begin| over_bus(begin, stream))
+                }
+                PageCopy::In => {
+                    area.pass(streams, |begin| over_bus(begin, filling), |begin| within(begin, stream))
+                }
+            }?;
         }
         Ok(())
     }

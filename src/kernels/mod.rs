@@ -40,6 +40,7 @@ pub(crate) use launch::{
 };
 pub use pack::Direction;
 pub(crate) use pack::pack;
+pub(crate) use pages::LoadWay;
 pub use pages::{HostAccess, PageCopy, PagePair, Pieces, layer_bytes, piece_bytes};
 pub(crate) use rows::BufferInfo;
 pub use rows::{LayerLayout, LayerRows, RowBuffer};

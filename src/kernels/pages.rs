@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::base::bounded::{signed, unsigned};
 use crate::base::{ChunkId, DType, Device, Dims, Error, Id, Result, bytes_of, try_with_capacity, widen};
-use crate::memory::{BorrowedTensor, Region};
+use crate::memory::{BorrowedTensor, Region, Stream};
 
 use super::row_copy::{AHEAD, RowCopy};
 use super::rows::{LayerRows, RowBuffer};
@@ -123,16 +123,46 @@ pub struct Pieces {
     layers: usize,
     /// Bytes of a page in one layer, of each kind.
     page_bytes: [usize; 2],
-    /// The way by which whole pages come here from a device, if not directly.
+    /// The way by which pages come here from a device and go back, if not directly.
     staging: Option<PieceStaging>,
 }
 
-/// The way of pages from a device to their pieces through a staging area.
+/// The way of pages between a device and their pieces, through staging areas.
 #[derive(Clone, Debug)]
 struct PieceStaging {
-    area: Arc<StagingArea>,
+    out: Arc<StagingArea>,
+    into: Arc<StagingArea>,
     /// The number of pieces in each part of the memory that one copy may reach.
     pieces_together: usize,
+}
+
+/// The least bytes in a row that a copy engine moves at the rate of the bus: 55 GB/s; of 8 to 16 KiB it moves 45
+/// to 49, of less 33 (H200, 2026-11-27).
+const LEAST_ROW: usize = 32 << 10;
+
+/// The bytes of a copy beside which its beginning, 3 us, counts little.
+const LONG_COPY: usize = 4 << 20;
+
+/// The least bytes of a step of a load, and of each of its copies, that come through a staging area: less is over
+/// before a kernel has waited for a copy, or its copies take more time than a kernel that reads from the host.
+const LEAST_STEP: usize = 1 << 20;
+const LEAST_COPY: usize = 1 << 20;
+
+/// How the layers of a load come to their pages: see [`Pieces::begin_load`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LoadWay {
+    /// The number of layers that one call copies.
+    layers_at_once: usize,
+    /// The stream of their copies to the staging area, if they come through it.
+    filling: Option<Stream>,
+}
+
+impl LoadWay {
+    /// Returns the layers that the call for layer `layer` copies: none, if an earlier call has copied it.
+    pub(crate) fn layers(&self, layer: usize, of: usize) -> Range<usize> {
+        let end = if layer.is_multiple_of(self.layers_at_once) { layer + self.layers_at_once } else { layer };
+        layer..end.min(of)
+    }
 }
 
 impl Pieces {
@@ -200,14 +230,40 @@ impl Pieces {
         })
     }
 
-    /// Lets whole pages come from the device through `area`, if it has room for one and the device reaches
-    /// the pieces in place. No copy crosses a multiple of `pieces_together` pieces, at which another
-    /// registration of page-locked memory may begin.
+    /// Lets whole pages come from the device through `out`, if the device reaches the pieces in place and the area
+    /// has room for one, and loads through `into`. No copy crosses a multiple of `pieces_together` pieces, at
+    /// which another registration of page-locked memory may begin.
     #[must_use]
-    pub fn staged(self, area: &Arc<StagingArea>, pieces_together: usize) -> Self {
-        let is_useful = self.reach == HostAccess::InPlace && (1..=area.half_bytes()).contains(&self.stride);
-        let area = Arc::clone(area);
-        Self { staging: is_useful.then_some(PieceStaging { area, pieces_together }), ..self }
+    pub fn staged(self, [out, into]: [&Arc<StagingArea>; 2], pieces_together: usize) -> Self {
+        let is_useful = self.reach == HostAccess::InPlace && self.stride > 0;
+        let [out, into] = [Arc::clone(out), Arc::clone(into)];
+        Self { staging: is_useful.then_some(PieceStaging { out, into, pieces_together }), ..self }
+    }
+
+    /// Chooses how the layers of a load come to pages, on `stream`, whose current work they come after.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
+    pub(crate) fn begin_load<I: Id>(&self, pairs: &[PagePair<I>], stream: Stream) -> Result<LoadWay> {
+        let layer = self.page_bytes.iter().sum::<usize>();
+        let directly = LoadWay { layers_at_once: 1, filling: None };
+        let Some(staging) = self.staging.as_ref().filter(|_| layer > 0) else { return Ok(directly) };
+        let mut pieces: Vec<_> = try_with_capacity(pairs.len())?;
+        pieces.extend(pairs.iter().map(|pair| pair.piece.number().cast_signed()));
+        pieces.sort_unstable();
+        let copies = pieces.chunk_by(|before, next| staging.continues(*before, *next)).count();
+        // Several layers make longer rows and longer copies, but those who wait for the first wait for all of them.
+        let step = (pieces.len() * layer).max(1);
+        let for_copies = (copies * LONG_COPY).div_ceil(step).min(staging.into.bytes() / step);
+        let layers_at_once = LEAST_ROW.div_ceil(layer).max(for_copies).min(self.layers);
+        if layers_at_once * layer > staging.into.part_bytes()
+            || layers_at_once * step < LEAST_STEP.max(copies * LEAST_COPY)
+        {
+            return Ok(directly);
+        }
+        let filling = staging.into.begin(stream)?;
+        self.region.record_stream(filling);
+        Ok(LoadWay { layers_at_once, filling: Some(filling) })
     }
 
     /// Returns the memory.
@@ -246,15 +302,6 @@ impl Pieces {
         Ok(begin + layers.start * each..begin + layers.end * each)
     }
 
-    /// Returns `count` pieces in a row, from byte `begin` of a region on, as rows of their bytes.
-    fn rows_of<'a>(&self, region: &'a Region, begin: usize, count: usize) -> Result<BorrowedTensor<'a>> {
-        let bytes = self.layers * self.page_bytes.iter().sum::<usize>();
-        let [rows, bytes] = if bytes == self.stride { [1, count * bytes] } else { [count, bytes] };
-        let shape = Dims::of(&[rows, bytes])?;
-        let strides = Dims::new(&[signed(if rows == 1 { bytes } else { self.stride }), 1])?;
-        region.borrow(begin, DType::U8, shape, strides)
-    }
-
     fn check_layers(&self, layers: &Range<usize>) -> Result<()> {
         if layers.start <= layers.end && layers.end <= self.layers {
             return Ok(());
@@ -262,7 +309,7 @@ impl Pieces {
         Err(Error::index(format!("layers {layers:?} are outside [0, {})", self.layers)))
     }
 
-    /// Checks a copy of whole pages of `rows`, which are on `device`, and describes it.
+    /// Checks a copy of whole pages of `rows`, which are on `device`, and describes it. What comes in takes `way`.
     pub(super) fn plan<'a, I: Id>(
         &'a self,
         rows: &'a LayerRows,
@@ -270,6 +317,7 @@ impl Pieces {
         direction: PageCopy,
         pairs: &[PagePair<I>],
         layers: &Range<usize>,
+        way: Option<&LoadWay>,
     ) -> Result<PagePlan<'a>> {
         self.check_rows(rows, device)?;
         self.check_layers(layers)?;
@@ -308,9 +356,17 @@ impl Pieces {
             };
             KindCopy { source, target, bytes }
         });
-        let staging =
-            self.staging.as_ref().filter(|_| direction == PageCopy::Out && layers.len() == self.layers);
-        let staging = staging.map(|staging| StagedCopy { pieces: self, staging });
+        let staging = self.staging.as_ref().and_then(|staging| {
+            let (area, filling) = match direction {
+                PageCopy::Out if layers.len() == self.layers => (&staging.out, None),
+                PageCopy::Out => return None,
+                PageCopy::In => (&staging.into, Some(way?.filling?)),
+            };
+            let offset = layers.start * layer;
+            let staged =
+                StagedCopy { pieces: self, staging, area, filling, offset, bytes: layers.len() * layer };
+            (1..=area.part_bytes()).contains(&staged.bytes).then_some(staged)
+        });
         Ok(PagePlan { kinds, layers: layers.len(), indices, direction, staging })
     }
 
@@ -398,56 +454,79 @@ impl PagePlan<'_> {
     }
 }
 
-/// A copy of whole pages to pieces through a staging area, where they lie as pieces do.
+impl PieceStaging {
+    /// Returns whether one copy may reach this piece and the next.
+    fn continues(&self, before: i32, next: i32) -> bool {
+        before + 1 == next && !unsigned(next.into()).is_multiple_of(self.pieces_together)
+    }
+}
+
+/// A copy of pages to pieces or back through a staging area, where the bytes of each piece that are copied lie one
+/// behind the other.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StagedCopy<'a> {
     pieces: &'a Pieces,
     staging: &'a PieceStaging,
+    area: &'a StagingArea,
+    /// The stream on which the area is filled, of a load that has begun.
+    pub(super) filling: Option<Stream>,
+    /// The place and the number of the bytes within a piece.
+    offset: usize,
+    bytes: usize,
 }
 
 impl<'a> StagedCopy<'a> {
     /// Returns the staging area.
-    pub(super) fn area(&self) -> &'a StagingArea {
-        &self.staging.area
+    pub(super) const fn area(&self) -> &'a StagingArea {
+        self.area
     }
 
-    /// Returns the number of pieces in a half of the area.
-    pub(super) fn pieces_at_once(&self) -> usize {
-        self.area().half_bytes() / self.pieces.stride
+    /// Returns the number of pieces in a part of the area.
+    pub(super) const fn pieces_at_once(&self) -> usize {
+        self.area.part_bytes() / self.bytes
     }
 
-    /// Returns a copy that ends in the area, where the pieces begin at byte `begin`.
-    pub(super) fn into_area(self, kind: &KindCopy<'a>, begin: usize) -> KindCopy<'a> {
-        let target =
-            PageSide { region: self.area().region(), offset: begin + kind.target.offset, ..kind.target };
-        KindCopy { target, ..*kind }
+    /// Returns the copy of a kind between its pages and the area, where the pieces begin at byte `begin`.
+    pub(super) fn within_device(
+        self,
+        kind: &KindCopy<'a>,
+        direction: PageCopy,
+        begin: usize,
+    ) -> KindCopy<'a> {
+        let in_area = |piece: PageSide<'a>| {
+            let offset = begin + piece.offset - self.offset;
+            PageSide { region: self.area.region(), offset, stride: self.bytes, ..piece }
+        };
+        match direction {
+            PageCopy::Out => KindCopy { target: in_area(kind.target), ..*kind },
+            PageCopy::In => KindCopy { source: in_area(kind.source), ..*kind },
+        }
     }
 
-    /// Returns the parts of the copy from the area, where the pieces of a batch begin at byte `begin`: each is as
-    /// many pieces in a row as one copy may reach, as rows of bytes in the area and in the pieces. Those of the
-    /// batch, pairs of page and piece, ascend.
-    pub(super) fn parts<'b>(
-        &self,
-        batch: &'b [[i32; 2]],
+    /// Returns the parts of the copy over the bus, as rows of bytes in the area, where these pieces begin at byte
+    /// `begin`, and in the pieces: each is as many pieces in a row as one copy may reach. They ascend.
+    pub(super) fn over_bus<'b>(
+        self,
+        pieces: &'b [i32],
         begin: usize,
     ) -> impl Iterator<Item = Result<[BorrowedTensor<'a>; 2]>> + 'b
     where
         'a: 'b,
     {
-        let Self { pieces, staging } = *self;
-        let number = |place: i32| unsigned(place.into());
-        let continues = move |[_, before]: &[i32; 2], [_, next]: &[i32; 2]| {
-            before + 1 == *next && number(*next) % staging.pieces_together != 0
-        };
         let mut at = 0;
-        batch.chunk_by(continues).map(move |run| {
-            let area = begin + at * pieces.stride;
+        pieces.chunk_by(move |before, next| self.staging.continues(*before, *next)).map(move |run| {
+            let Self { bytes, .. } = self;
+            let (area, host) =
+                (begin + at * bytes, unsigned(run[0].into()) * self.pieces.stride + self.offset);
             at += run.len();
-            let target = number(run[0][1]) * pieces.stride;
-            Ok([
-                pieces.rows_of(staging.area.region(), area, run.len())?,
-                pieces.rows_of(&pieces.region, target, run.len())?,
-            ])
+            let (count, stride) = (run.len(), self.pieces.stride);
+            // Whole pieces without anything between them are one row.
+            let shape = if bytes == stride { [1, count * bytes] } else { [count, bytes] };
+            let rows = |region: &'a Region, begin: usize, apart: usize| {
+                let strides = Dims::new(&[signed(if shape[0] == 1 { shape[1] } else { apart }), 1])?;
+                region.borrow(begin, DType::U8, Dims::of(&shape)?, strides)
+            };
+            Ok([rows(self.area.region(), area, bytes)?, rows(&self.pieces.region, host, stride)?])
         })
     }
 }

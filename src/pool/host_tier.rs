@@ -86,7 +86,7 @@ pub struct HostTier {
     kv: Arc<KvPool>,
     gdn: Option<Arc<GdnPool>>,
     /// Device memory on the way down.
-    staging: Option<Arc<StagingArea>>,
+    staging: Option<[Arc<StagingArea>; 2]>,
     down: CopyQueue,
     up: CopyQueue,
     counts: RankedMutex<TierCounts>,
@@ -238,7 +238,7 @@ impl HostTier {
         let mut states_of = states
             .map(|states| storage(config.max_states, states.pages(), LockRank::TierStates))
             .transpose()?;
-        let staging = staging_area(config, gpu.as_ref(), [Some(&mut pages), states_of.as_mut()])?;
+        let staging = staging_areas(config, gpu.as_ref(), [Some(&mut pages), states_of.as_mut()])?;
         Ok(Self {
             config: *config,
             pages,
@@ -293,7 +293,7 @@ impl HostTier {
     /// Returns the number of bytes of device memory through which copies come here.
     #[must_use]
     pub fn staging_bytes(&self) -> usize {
-        self.staging.as_ref().map_or(0, |area| area.bytes())
+        self.staging.iter().flatten().map(|area| area.bytes()).sum()
     }
 
     /// Waits up to `timeout` for the end of page-locking. Returns whether it has ended.
@@ -521,7 +521,7 @@ impl HostTier {
     }
 
     /// Starts a copy, which runs after the copies `earlier` of the other direction: down in one step, up in
-    /// one for each layer. States are copied first.
+    /// one for each layer, of which some bring several and the next ones none. States are copied first.
     fn copy(
         &self,
         direction: PageCopy,
@@ -545,16 +545,23 @@ impl HostTier {
             }
             _ => None,
         };
+        let mut way = None;
         queue.start(steps, after, earlier, move |step, stream| {
             if let (0, Some((gdn, pieces, states))) = (step, &gdn) {
                 gdn.copy_pieces(pieces, direction, states, stream)?;
             }
-            let layers = if steps == 1 { 0..layers } else { step..step + 1 };
             if pages.is_empty() {
-                Ok(())
-            } else {
-                kv.copy_pieces(&kv_pieces, direction, &pages, layers, stream)
+                return Ok(());
             }
+            if direction == PageCopy::Out {
+                return kv.copy_pieces(&kv_pieces, direction, &pages, 0..layers, stream);
+            }
+            if step == 0 {
+                way = Some(kv_pieces.begin_load(&pages, stream)?);
+            }
+            let Some(way) = &way else { return Ok(()) };
+            let layers = way.layers(step, layers);
+            if layers.is_empty() { Ok(()) } else { kv.load_pieces(&kv_pieces, &pages, &layers, way, stream) }
         })
     }
 
@@ -595,25 +602,29 @@ impl HostTier {
     }
 }
 
-/// Creates the staging area of a tier, and lets pieces come through it that `gpu` accesses in place.
-fn staging_area(
+/// Creates the staging areas of a tier, of which the one for what goes out has two thirds of their bytes, and lets pieces
+/// take them that `gpu` accesses in place.
+fn staging_areas(
     config: &HostTierConfig,
     gpu: Option<&Arc<Gpu>>,
     storages: [Option<&mut Storage>; 2],
-) -> Result<Option<Arc<StagingArea>>> {
+) -> Result<Option<[Arc<StagingArea>; 2]>> {
     let mut storages: Vec<_> =
         storages.into_iter().flatten().filter(|storage| storage.is_in_place()).collect();
     let bytes =
-        storages.iter().map(|storage| 2 * storage.mem_bytes()).sum::<usize>().min(config.staging_bytes);
+        storages.iter().map(|storage| 3 * storage.mem_bytes()).sum::<usize>().min(config.staging_bytes);
     let Some(gpu) = gpu.filter(|_| bytes > 0) else { return Ok(None) };
-    let area = StagingArea::new(gpu, bytes).map_err(|failure| {
-        failure.with_prefix("the staging area of a tier (KVPOOL_STAGING_BYTES; 0 for none)")
-    })?;
-    let area = Arc::new(area);
+    let area = |direction, bytes| {
+        StagingArea::new(gpu, direction, bytes).map(Arc::new).map_err(|failure| {
+            failure.with_prefix("the staging area of a tier (KVPOOL_STAGING_BYTES; 0 for none)")
+        })
+    };
+    let into = bytes / 3;
+    let areas = [area(CopyDirection::Out, bytes - into)?, area(CopyDirection::In, into)?];
     for storage in &mut storages {
-        storage.stage_in(&area);
+        storage.stage([&areas[0], &areas[1]]);
     }
-    Ok(Some(area))
+    Ok(Some(areas))
 }
 
 impl Pool for HostTier {

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use crate::base::{DType, Device, Error, Id, Page, Result, Slot, bytes_of, widen};
 use crate::kernels::{
-    BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerLayout, LayerRows, PageCopy, PagePair,
-    Pieces, RowBuffer, StoreRows,
+    BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerLayout, LayerRows, LoadWay, PageCopy,
+    PagePair, Pieces, RowBuffer, StoreRows,
 };
 use crate::memory::{
     ALIGNMENT, Backend, BorrowedTensor, Event, Gpu, Region, Stream, page_lock, page_lock_steps,
@@ -263,6 +263,18 @@ impl KvPool {
         stream: Stream,
     ) -> Result<()> {
         self.executor.copy_pages(&self.rows, pieces, direction, pairs, layers, stream)
+    }
+
+    /// Copies layers of a load to their pages: see `Executor::load_pages`.
+    pub(super) fn load_pieces(
+        &self,
+        pieces: &Pieces,
+        pairs: &[PagePair<Page>],
+        layers: &Range<usize>,
+        way: &LoadWay,
+        stream: Stream,
+    ) -> Result<()> {
+        self.executor.load_pages(&self.rows, pieces, pairs, layers, way, stream)
     }
 
     /// Returns the number of bytes of K and V of one token in one layer.

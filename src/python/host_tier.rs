@@ -29,9 +29,10 @@ use super::{environment, logging, wait_in_slices};
 /// are evicted last; of the others, the least recently used ones are evicted first.
 ///
 /// If there is a driver and the pool is on a GPU, the memory is page-locked in steps on threads, like that of
-/// a `ChunkPool`, and can be used before all of it is page-locked. Copies to it then pass through a staging area
-/// on the GPU, so that copy engines move them over the bus and not kernels, which would take multiprocessors from
-/// the model: `KVPOOL_STAGING_BYTES`, 128 MiB by default and at most twice the tier; 0 for none.
+/// a `ChunkPool`, and can be used before all of it is page-locked. Copies in both directions then pass through
+/// staging areas on the GPU, so that copy engines move them over the bus and not kernels, which would take
+/// multiprocessors from the model and wait for them: `KVPOOL_STAGING_BYTES`, 192 MiB by default and at most three
+/// times the tier; 0 for none.
 ///
 /// Args:
 ///     kv: The pool of the K and V.
@@ -72,9 +73,9 @@ impl PoolClass for HostTier {
 
 /// Returns the most bytes of the staging area of a tier: `KVPOOL_STAGING_BYTES`.
 pub(super) fn staging_bytes() -> PyResult<usize> {
-    // Two halves of 64 MiB. While a kernel of others holds the device, the next half is not gathered, and smaller
-    // ones leave the bus idle then (H100, 2026-11-26).
-    const USUAL: usize = 128 << 20;
+    // Two halves of 64 MiB for what goes out, and four parts of 16 MiB for what comes in. While a kernel of others
+    // holds the device, nothing is gathered or scattered, and smaller ones leave the bus idle then (H100, 2026-11-26).
+    const USUAL: usize = 192 << 20;
     environment::number_of("KVPOOL_STAGING_BYTES", 0, USUAL)
 }
 

@@ -288,7 +288,7 @@ def test_the_staging_area_of_a_host_tier_is_counted(monkeypatch: pytest.MonkeyPa
     options: dict[str, Any] = {"memory_bytes": 8 * GIB, "dtype": "bf16", "host_tier": True}
     name = next(iter(CONFIGS))
     for value, device, expected in (
-        (None, "cuda", 128 * MIB),
+        (None, "cuda", 192 * MIB),
         ("65536", "cuda", 65536),
         ("0", "cuda", 0),
         (None, "cpu", 0),

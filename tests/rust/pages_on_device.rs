@@ -431,7 +431,8 @@ fn every_driver_call_of_a_copy_may_fail_once() {
 
 fn side_streams(gpu: &Arc<Gpu>) -> [Stream; 3] {
     let copies = [CopyDirection::In, CopyDirection::Out].map(SideStream::Copy);
-    [copies[0], copies[1], SideStream::Gather].map(|work| gpu.side_stream(work).expect("made"))
+    [copies[0], copies[1], SideStream::Filling(CopyDirection::Out)]
+        .map(|work| gpu.side_stream(work).expect("made"))
 }
 
 #[test]

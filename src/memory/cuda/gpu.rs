@@ -35,7 +35,7 @@ pub struct Gpu {
     /// Events not in use, by how threads wait for them.
     free_events: Mutex<[Vec<EventHandle>; 2]>,
     /// The streams of [`Gpu::side_stream`], once they are made.
-    side_streams: [OnceLock<Stream>; 3],
+    side_streams: [OnceLock<Stream>; 4],
     /// Held while one of them is made. Not to ask which there are: every launch does.
     making_side_stream: Mutex<()>,
 }
@@ -45,8 +45,9 @@ pub struct Gpu {
 pub enum SideStream {
     /// Copies between host memory and the device.
     Copy(CopyDirection),
-    /// Kernels that gather on the device what is copied to host memory.
-    Gather,
+    /// Work that fills a staging area: kernels that gather what is copied to host memory, and copies of what is
+    /// scattered.
+    Filling(CopyDirection),
 }
 
 /// A direction of copies between host memory and a device.
@@ -497,7 +498,8 @@ impl Gpu {
         let place = &self.side_streams[match work {
             SideStream::Copy(CopyDirection::In) => 0,
             SideStream::Copy(CopyDirection::Out) => 1,
-            SideStream::Gather => 2,
+            SideStream::Filling(CopyDirection::In) => 2,
+            SideStream::Filling(CopyDirection::Out) => 3,
         }];
         let _making = lock(&self.making_side_stream);
         if let Some(&stream) = place.get() {

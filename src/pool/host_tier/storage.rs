@@ -188,10 +188,10 @@ impl Storage {
         Ok(Self { chunks, in_place, copied, resident, locking })
     }
 
-    /// Lets pieces come from the device through `area`, if the device accesses them in place.
-    pub(super) fn stage_in(&mut self, area: &Arc<StagingArea>) {
+    /// Lets pieces come from the device and go back through `areas`, if the device accesses them in place.
+    pub(super) fn stage(&mut self, areas: [&Arc<StagingArea>; 2]) {
         let together = self.chunks.chunks_together();
-        self.in_place = self.in_place.take().map(|pieces| pieces.staged(area, together));
+        self.in_place = self.in_place.take().map(|pieces| pieces.staged(areas, together));
     }
 
     /// Returns whether the device accesses the memory in place, once it is page-locked.
