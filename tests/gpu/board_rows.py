@@ -265,7 +265,7 @@ def states(board: Board) -> Rows:  # noqa: C901 - two rows
 
         def reset(dst: torch.Tensor) -> None:
             for tensor in plain:
-                tensor[:, dst] = 0
+                tensor.index_fill_(1, dst, 0)
 
         sides: dict[str, list[Call]]
         if is_copy:
@@ -277,12 +277,12 @@ def states(board: Board) -> Rows:  # noqa: C901 - two rows
         else:
             sides = {
                 OURS: [partial(pool.reset_states, dst.int()) for _, dst in pairs],
-                "indexing": [partial(reset, dst) for _, dst in pairs],
+                "index_fill_": [partial(reset, dst) for _, dst in pairs],
                 "zero_ of as many bytes": [tensor.zero_ for tensor in flat],
             }
 
         def same(name: str) -> bool:
-            if name != "indexing":
+            if name not in {"indexing", "index_fill_"}:
                 return True
             sides[OURS][0]()
             sides[name][0]()

@@ -32,6 +32,7 @@ FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 SLICES = 64
 SCALES = 20
 BIG_ROWS = 4_500_000
+LAYOUTS = ("both in one piece", "in one piece", "with strides")
 
 
 class DifferentError(Exception):
@@ -72,19 +73,23 @@ class Exact:
         yield "rows beyond 2^31 elements", self.big_pool
 
     def _written(self, x: torch.Tensor, dtype: torch.dtype, scale: float | None = None) -> list[torch.Tensor]:
-        """What a pool makes of values, as K in one piece and as V with strides."""
+        """What a pool makes of values: as K and V in one piece, and as K in one piece and V with strides."""
         rows = x.numel() // WIDTH
         pool = kvpool.KVPool(rows, 1, *HEADS, self._device, dtype)
         slots = torch.arange(1, rows + 1, dtype=torch.int32, device=self._device)
-        strided = x.view(*HEADS, rows).permute(2, 0, 1)
-        pool.set_kv_buffer(0, slots, x.view(rows, *HEADS), strided, scale, scale)
-        pool.check()
+        whole, strided = x.view(rows, *HEADS), x.view(*HEADS, rows).permute(2, 0, 1)
         k, v = (buffer[0].view(torch.uint8)[1 : rows + 1] for buffer in (pool.k_buffer, pool.v_buffer))
-        return [k.flatten().view(dtype), v.permute(1, 2, 0).flatten().view(dtype)]
+        pool.set_kv_buffer(0, slots, whole, whole, scale, scale)
+        both = v.clone()
+        pool.set_kv_buffer(0, slots, whole, strided, scale, scale)
+        pool.check()
+        return [part.flatten().view(dtype) for part in (both, k, v.permute(1, 2, 0))]
 
     def _compare(self, x: torch.Tensor, dtype: torch.dtype, scale: float | None = None) -> int:
-        expected = nearest(x if scale is None else x / torch.full_like(x, scale), dtype)
-        for layout, got in zip(("in one piece", "with strides"), self._written(x, dtype, scale), strict=True):
+        expected = nearest(
+            x if scale is None else x.float() / torch.full_like(x, scale, dtype=torch.float32), dtype
+        )
+        for layout, got in zip(LAYOUTS, self._written(x, dtype, scale), strict=True):
             wrong = differences(got, expected)
             if wrong:
                 at = int((got.view(torch.uint8) != expected.view(torch.uint8)).nonzero()[0])
@@ -115,9 +120,13 @@ class Exact:
         return f"{total:,} values"
 
     def halves(self, source: torch.dtype, dtype: torch.dtype) -> str:
-        """All 65,536 values of a format of 16 bits."""
+        """All 65,536 values of a format of 16 bits, and divided by scales."""
         bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int64, device=self._device)
-        return f"{self._compare(bits.short().view(source), dtype):,} values"
+        x = bits.short().view(source)
+        total = sum(
+            self._compare(x, dtype, scale) for scale in (None, 0.37, 2.0, 3.7, 1e-3, 1e3, 1e-30, 1e30)
+        )
+        return f"{total:,} values"
 
     def big_pool(self) -> str:
         """Rows around 2^31 bytes, 2^31 elements, 2^32 elements, and the ends: written, read, moved."""

@@ -242,22 +242,27 @@ def wait_for_other_stream(driver: Driver, _: int) -> int:
     return driver.call("cuStreamSynchronize", size(driver.stream))
 
 
-def fork(driver: Driver, *, is_joined: bool) -> str:
-    """Pulls another stream into a capture, and lets the origin await it or not."""
+def fork(driver: Driver, *, has_work: bool = True, is_joined: bool) -> str:
+    """Pulls another stream into a capture, perhaps with work, and lets the origin await it or not."""
     other = size(driver.make("cuStreamCreate", NON_BLOCKING))
     event = size(driver.make("cuEventCreate", NO_TIMING))
+    block = size(driver.make("cuMemAlloc_v2", size(1)))
 
     def work(driver: Driver, stream: int) -> int:
         driver.require_success("cuEventRecord", event, size(stream))
         code = driver.call("cuStreamWaitEvent", other, event, 0)
         if code == 0 and driver.status(other.value) != (0, 1):
             return -1
+        if has_work:
+            driver.require_success("cuMemsetD8Async", block, 0, size(1), other)
         if is_joined:
             driver.require_success("cuEventRecord", event, other)
             driver.require_success("cuStreamWaitEvent", size(stream), event, 0)
         return code
 
-    return captured(work)(driver)
+    answer = captured(work)(driver)
+    driver.require_success("cuMemFree_v2", block)
+    return answer
 
 
 def await_done(driver: Driver, stream: int) -> int:
@@ -532,6 +537,12 @@ QUESTIONS = [
         captured(wait_for_other_stream, thread=RELAXED),
         (SURVIVES,),
         MODES,
+    ),
+    Question(
+        "captured event awaited by another stream without work, which the origin does not await",
+        partial(fork, has_work=False, is_joined=False),
+        (SURVIVES,),
+        "an H100 and an H200, 580.159.04: there is nothing to join",
     ),
     Question(
         "captured event awaited by another stream, which the origin does not await",

@@ -97,7 +97,7 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
     def tests(count: int, *arguments: str, marks: str = "cuda") -> tuple[str, ...]:
         return pytest_command(count if has_xdist else 0, *arguments, is_software=is_software, marks=marks)
 
-    processes = max(1, min(8, (os.cpu_count() or 1) // 2))
+    processes = max(1, min(14, (os.cpu_count() or 1) - 2))
     others = ("tests/python", "--ignore=tests/python/test_cuda_torch.py")
     no_clock, no_kernels = (NO_CLOCK, NO_KERNELS) if is_software else ("", "")
     quick = ("--once", "--little", "--rows", "256", "--tokens", "1,33")

@@ -159,10 +159,6 @@ impl Captures {
         }
         self.check(place.capture)?;
         if let Some(capture) = self.active.get_mut(&place.capture) {
-            if !capture.streams.contains_key(&stream) {
-                // The beginning of its part is a step that somebody has to await.
-                capture.step(stream);
-            }
             capture.order(stream, &place.reached);
         }
         Ok(())

@@ -189,15 +189,21 @@ fn streams_that_joined_are_awaited_at_the_end() {
     };
     let work = |stream| ok(cuMemsetD8Async(block, 1, 1, stream));
     let none: &dyn Fn() = &|| ();
-    let cases: [(&dyn Fn(), i32); 6] = [
-        (none, CAPTURE_UNJOINED),
+    let cases: [(&dyn Fn(), i32); 8] = [
+        // Only work has to be awaited: an H100 and an H200 say so.
+        (none, SUCCESS),
+        (&|| work(side), CAPTURE_UNJOINED),
+        (&|| work(first), SUCCESS),
         (&|| pull(first, side), SUCCESS),
         // Later work is not awaited.
         (&|| [pull(first, side), work(side)].into_iter().collect(), CAPTURE_UNJOINED),
         (&|| [work(side), pull(first, side)].into_iter().collect(), SUCCESS),
         // By way of another stream, which has to be awaited itself.
         (&|| [work(side), pull(third, side), pull(first, third)].into_iter().collect(), SUCCESS),
-        (&|| [work(side), pull(third, side), pull(first, side)].into_iter().collect(), CAPTURE_UNJOINED),
+        (
+            &|| [work(side), pull(third, side), work(third), pull(first, side)].into_iter().collect(),
+            CAPTURE_UNJOINED,
+        ),
     ];
     for (at, (joined, code)) in cases.into_iter().enumerate() {
         ok(cuStreamBeginCapture_v2(first, GLOBAL));
