@@ -3453,9 +3453,10 @@ class HostTier(Pool):
     are evicted last; of the others, the least recently used ones are evicted first.
 
     If there is a driver and the pool is on a GPU, the memory is page-locked in steps on threads, like that of
-    a `ChunkPool`, and can be used before all of it is page-locked. Copies to it then pass through a staging area
-    on the GPU, so that copy engines move them over the bus and not kernels, which would take multiprocessors from
-    the model: `KVPOOL_STAGING_BYTES`, 128 MiB by default and at most twice the tier; 0 for none.
+    a `ChunkPool`, and can be used before all of it is page-locked. Copies in both directions then pass through
+    staging areas on the GPU, so that copy engines move them over the bus and not kernels, which would take
+    multiprocessors from the model and wait for them: `KVPOOL_STAGING_BYTES`, 192 MiB by default and at most three
+    times the tier; 0 for none.
 
     Args:
         kv: The pool of the K and V.
