@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 TOKENS = 256
 DEPTH = 40
+WIDTH = 256
 
 
 class LargeScene:
-    """Pages of one token and 1 KiB a layer, of whose layers 32 make a row of 32 KiB."""
+    """Pages of one token and 2 KiB a layer, of whose layers 32 make a row of 64 KiB."""
 
     def __init__(self) -> None:
-        self.kv = KVPool(2 * TOKENS, DEPTH, 1, 128, "cuda", torch.float32)
+        self.kv = KVPool(2 * TOKENS, DEPTH, 1, WIDTH, "cuda", torch.float32)
         self.allocator = TokenToKVPoolAllocator(2 * TOKENS, "cuda")
         self.tier = HostTier(self.kv, 2 * TOKENS)
         assert self.tier.wait_page_locked(30)
@@ -40,7 +41,7 @@ class LargeScene:
     def write(self, rows: list[int], tokens: Sequence[int]) -> None:
         """Computes K and V, by number: V has the opposite of K."""
         for layer in range(DEPTH):
-            values = self.values(tokens, layer).view(-1, 1, 1).expand(-1, 1, 128)
+            values = self.values(tokens, layer).view(-1, 1, 1).expand(-1, 1, WIDTH)
             for buffer, sign in ((self.kv.k_buffer[layer], 1), (self.kv.v_buffer[layer], -1)):
                 whole = buffer.cpu()
                 whole[rows] = sign * values
@@ -57,7 +58,7 @@ class LargeScene:
         return all(
             torch.equal(buffer[layer].cpu()[rows, 0, at], sign * values)
             for buffer, sign in ((self.kv.k_buffer, 1), (self.kv.v_buffer, -1))
-            for at in (0, 127)
+            for at in (0, WIDTH - 1)
         )
 
     def save(self, *prompts: range, at_once: int) -> None:
@@ -83,7 +84,7 @@ def test_a_load_passes_through_the_area_some_layers_at_a_time(driver: Driver) ->
         driver.reset_calls()
         with scene.cache.match(tokens) as lease:
             load = begin(lease)
-            # 32 layers of 160 pages in each of the parts of 5 MiB, and then 8 layers.
+            # 32 layers of 160 pages in each of the parts of 10 MiB, and then 8 layers.
             assert driver.calls("cuMemcpy2DAsync_v2") == driver.calls("launch:kvpool_copy_pages") == 2 + 1
             stream = driver.stream()
             with on_stream(stream):
