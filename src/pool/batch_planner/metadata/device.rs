@@ -31,6 +31,8 @@ impl PlanMetadata {
         let mut requests = PlanRequests::new(padded_size)?;
         let mut pages: Vec<i32> = try_with_capacity(sent + of_padding)?;
         let begins = self.small_fields.qo_indptr.iter().zip(&self.small_fields.kv_indptr);
+        let has_lines = self.layout.has(Field::BlockTable);
+        let mut lacks_earlier = false;
         for ((batch_index, &growth), (&qo_begin, &kv_begin)) in growths.iter().enumerate().zip(begins) {
             let Growth { row, prefix, seq, mut start, .. } = growth;
             if sent > self.max_pages && start < prefix {
@@ -39,6 +41,12 @@ impl PlanMetadata {
                 table.write(&TableIndex::first_columns(row, prefix), &slots, stream)?;
                 start = prefix;
             }
+            lacks_earlier |= growth.start < prefix;
+            let (block_from, block_until) = if has_lines {
+                (self.valid_entries(batch_index, row, table), self.block_table.used(batch_index))
+            } else {
+                (0, 0)
+            };
             requests.push(PlanRequest {
                 row: row.number().cast_signed(),
                 start: start.cast_signed(),
@@ -47,8 +55,8 @@ impl PlanMetadata {
                 qo_begin,
                 kv_begin,
                 page_begin: int32(pages.len()),
-                block_from: int32(self.valid_entries(batch_index, row, table)),
-                block_until: int32(self.block_table.used(batch_index)),
+                block_from: int32(block_from),
+                block_until: int32(block_until),
             });
             put_pages(&mut pages, grown.pages(row), sent_pages(Growth { start, ..growth }, size));
         }
@@ -82,7 +90,9 @@ impl PlanMetadata {
             }
             return outcome;
         }
-        growths.iter().try_for_each(|growth| write_earlier_slots(grown, growth, table))?;
+        if lacks_earlier {
+            growths.iter().try_for_each(|growth| write_earlier_slots(grown, growth, table))?;
+        }
         let new_slots = self.small_fields.new_slots_of_each();
         table.record_launched(
             growths
@@ -90,11 +100,13 @@ impl PlanMetadata {
                 .zip(new_slots)
                 .map(|(growth, new_slots)| (growth.row, widen(growth.prefix), new_slots)),
         );
-        for (batch_index, growth) in growths.iter().enumerate() {
-            self.record_line(batch_index, growth.row, grown, table);
-        }
-        for batch_index in growths.len()..padded_size {
-            self.block_table.set_padding(batch_index, self.small_fields.kv_pages(batch_index));
+        if has_lines {
+            for (batch_index, growth) in growths.iter().enumerate() {
+                self.record_line(batch_index, growth.row, grown, table);
+            }
+            for batch_index in growths.len()..padded_size {
+                self.block_table.set_padding(batch_index, self.small_fields.kv_pages(batch_index));
+            }
         }
         Ok(())
     }
