@@ -900,7 +900,7 @@ def card(board: Board) -> Rows:
     yield "ceilings", one
 
 
-# Each group with the seconds that it may take. FlashInfer compiles meanwhile, for the last.
+# Each group with the seconds that it may take.
 GROUPS: dict[str, tuple[float, Callable[[Board], Rows]]] = {
     "card": (40, card),
     "first pool": (20, first_pool),
