@@ -45,8 +45,13 @@ PLANS = {"truth": 180.0, "speed": 300.0, "all": 570.0}
 SPEED = ("environment", "board")
 # Not of the truth: the board, and what tells least.
 LATER = (
-    *("board", "doctor", "captures, first call", "tests with processes"),
+    *("board", "doctor", "captures, first call", "tests with processes", "tests with models"),
     *("speed", "speed, once", "ncu", "benchmark"),
+)
+# Suites that take most of the time of all.
+WITH_MODELS = (
+    *("test_attention.py", "test_model_families.py", "test_pooled_cache.py"),
+    *("test_serving.py", "test_swap.py", "test_transformers.py"),
 )
 SOFTWARE_FACTOR = 3
 NO_CLOCK = "the driver made of software has no clock, and no kernels of PyTorch"
@@ -98,7 +103,8 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
         return pytest_command(count if has_xdist else 0, *arguments, is_software=is_software, marks=marks)
 
     processes = max(1, min(14, (os.cpu_count() or 1) - 2))
-    others = ("tests/python", "--ignore=tests/python/test_cuda_torch.py")
+    ignored = [f"--ignore=tests/python/{name}" for name in ("test_cuda_torch.py", *WITH_MODELS)]
+    others = ("tests/python", *ignored)
     no_clock, no_kernels = (NO_CLOCK, NO_KERNELS) if is_software else ("", "")
     quick = ("--once", "--little", "--rows", "256", "--tokens", "1,33")
     few = ("--count", "65536") if is_software else ()
@@ -136,8 +142,8 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
             *(script("exact", *(("--dry",) if is_software else ())), 60),
         ),
         Step(
-            *("all other tests", "the cuda tests of all suites that start no processes"),
-            *(tests(processes, *others, marks="cuda and not processes"), 150),
+            *("all other tests", "the cuda tests of all suites that start no processes and run no models"),
+            *(tests(processes, *others, marks="cuda and not processes"), 100),
             env=alone,
             excuse=only_missing,
         ),
@@ -165,6 +171,12 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
         Step(
             *("tests with processes", "the cuda tests that start processes"),
             *(tests(processes, *others, marks="cuda and processes"), 100),
+            env=alone,
+            excuse=only_missing,
+        ),
+        Step(
+            *("tests with models", "that models give the tokens that they give alone"),
+            *(tests(processes, *(f"tests/python/{name}" for name in WITH_MODELS)), 120),
             env=alone,
             excuse=only_missing,
         ),
