@@ -40,7 +40,7 @@ pub(crate) use rare_cases::fingerprint_mask;
 #[doc(hidden)]
 pub use rare_cases::set_rare_cases_frequent;
 pub use recency_list::RecencyList;
-pub use residency::{DevicePresence, EntryId, Residency};
+pub use residency::{DevicePresence, EntryId, NamespaceHash, Residency};
 pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token_error;

@@ -21,6 +21,18 @@ pub enum DevicePresence {
     Present,
 }
 
+/// A hash of a namespace, for the pages of one that is asked for many times.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NamespaceHash(u64);
+
+impl From<&Namespace> for NamespaceHash {
+    fn from(namespace: &Namespace) -> Self {
+        let mut hasher = DefaultHasher::new();
+        namespace.hash(&mut hasher);
+        Self(hasher.finish())
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// A copy from the device is in progress. The page can be found: later copies run behind this one.
@@ -42,8 +54,7 @@ enum Stage {
 struct Entry<P> {
     key: PageHash,
     place: P,
-    /// A hash of the namespace.
-    namespace: u64,
+    namespace: NamespaceHash,
     /// The number of holds. A held entry has no place in the order of eviction.
     holders: u32,
     /// The number of readers that keep the place, but do not change when the entry is evicted.
@@ -176,17 +187,23 @@ impl<P: Copy> Residency<P> {
         self.entries.len() - self.vacant.len() - self.departed
     }
 
+    /// Makes room for `count` more pages.
+    pub fn reserve(&mut self, count: usize) {
+        self.by_key.reserve(count);
+        self.entries.reserve(count.saturating_sub(self.vacant.len()));
+    }
+
     /// Begins the copy of a page from the device, which has it or not. The page must not be
     /// [there](Self::find). The caller holds the entry: [release](Self::release) it to give it its place in
     /// the order of eviction.
     pub fn begin(
         &mut self,
         key: PageHash,
-        namespace: &Namespace,
+        namespace: impl Into<NamespaceHash>,
         place: P,
         presence: DevicePresence,
     ) -> EntryId {
-        let id = self.add(key, namespace, place, Stage::Arriving);
+        let id = self.add(key, namespace.into(), place, Stage::Arriving);
         let here = self.entry_mut(id);
         (here.is_copied, here.presence) = (true, presence);
         id
@@ -194,13 +211,12 @@ impl<P: Copy> Residency<P> {
 
     /// Begins the copy of a page from the store. If a copy from the device begins in the meantime, it
     /// replaces this one. The caller holds the entry.
-    pub fn begin_fetch(&mut self, key: PageHash, namespace: &Namespace, place: P) -> EntryId {
-        self.add(key, namespace, place, Stage::Fetched)
+    pub fn begin_fetch(&mut self, key: PageHash, namespace: impl Into<NamespaceHash>, place: P) -> EntryId {
+        self.add(key, namespace.into(), place, Stage::Fetched)
     }
 
-    fn add(&mut self, key: PageHash, namespace: &Namespace, place: P, stage: Stage) -> EntryId {
-        self.cancel_fetch(&key);
-        let (namespace, presence) = (hash_of(namespace), DevicePresence::Absent);
+    fn add(&mut self, key: PageHash, namespace: NamespaceHash, place: P, stage: Stage) -> EntryId {
+        let presence = DevicePresence::Absent;
         let (holders, readers, is_copied) = (1, 0, false);
         let entry = Entry { key, place, namespace, holders, readers, is_copied, presence, stage };
         let id = if let Some(id) = self.vacant.pop() {
@@ -211,8 +227,12 @@ impl<P: Copy> Residency<P> {
             self.entries.push(entry);
             EntryId::new(number)
         };
-        let previous = self.by_key.insert(key, id);
-        debug_assert!(previous.is_none(), "a page is in one place");
+        if let Some(fetched) = self.by_key.insert(key, id) {
+            let here = self.entry_mut(fetched);
+            debug_assert!(here.stage == Stage::Fetched, "a page is in one place");
+            here.stage = Stage::Removed;
+            self.vacate_unused(fetched);
+        }
         id
     }
 
@@ -338,7 +358,7 @@ impl<P: Copy> Residency<P> {
     /// of those that could, and the places that nothing uses.
     pub fn clear(&mut self, namespace: Option<&Namespace>) -> (Vec<PageHash>, Vec<P>) {
         self.clears += 1;
-        let name = namespace.map(hash_of);
+        let name = namespace.map(NamespaceHash::from);
         let is_named = |entry: &Entry<P>| name.is_none_or(|name| name == entry.namespace);
         let entries: Vec<EntryId> =
             self.by_key.values().copied().filter(|&entry| is_named(self.entry(entry))).collect();
@@ -435,10 +455,4 @@ impl<P: Copy> Residency<P> {
         let lost = self.by_key.iter().find(|&(key, &entry)| self.entry(entry).key != *key);
         lost.map(|(key, entry)| format!("entry {entry} is not that of {key:?}"))
     }
-}
-
-fn hash_of(namespace: &Namespace) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    namespace.hash(&mut hasher);
-    hasher.finish()
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{ChunkId, DType, Device, ForkGate, Id, Result, widen};
-use crate::cache::{DevicePresence, EntryId, Namespace, PageHash, Residency};
+use crate::cache::{DevicePresence, EntryId, Namespace, NamespaceHash, PageHash, Residency};
 use crate::index::IndexHandle;
 use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, StagingArea, piece_bytes};
 use crate::memory::{Backend, PageLockEvent, PageLocking, Region};
@@ -137,6 +137,16 @@ impl<I> Arrivals<I> {
 
     pub(super) const fn is_empty(&self) -> bool {
         self.entries.is_empty()
+    }
+
+    /// Makes room for `arriving` more pieces among `held` ones.
+    fn reserve(&mut self, held: usize, arriving: usize) {
+        let Self { entries, keys, from, pieces, .. } = self;
+        self.held.reserve(held);
+        entries.reserve(arriving);
+        keys.reserve(arriving);
+        from.reserve(arriving);
+        pieces.reserve(arriving);
     }
 }
 
@@ -287,11 +297,14 @@ impl Storage {
             })
             .collect();
         let missing = offered.iter().filter(|(.., found)| found.is_none()).count();
+        let namespace = NamespaceHash::from(namespace);
         let place = || self.place_for_copy(&mut resident, &mut arrivals.evicted);
         let mut places: Vec<_> = repeat_with(place).take(missing).map_while(|place| place).collect();
         places.sort_unstable_by_key(|place| place.index());
         // Pages after the first without a place would not be found.
         arrivals.skipped += missing - places.len();
+        resident.reserve(places.len());
+        arrivals.reserve(offered.len(), places.len());
         let mut places = places.into_iter();
         for (at, (key, from, found)) in offered.into_iter().enumerate() {
             if let Some(entry) = found {
