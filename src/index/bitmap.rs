@@ -3,6 +3,7 @@
 //! A bitmap does not track ownership; [`FreeList`](super::FreeList) does.
 
 use std::fmt;
+use std::ops::Range;
 
 use crate::base::{Result, try_zeros};
 
@@ -63,6 +64,20 @@ fn words_of(start: usize, len: usize) -> impl Iterator<Item = (usize, u64)> {
             (word, run_of_bits(bit, take))
         })
     })
+}
+
+/// Returns the two ends of `start..start + len`, as (start, length), and the whole words between them.
+fn split_words(start: usize, len: usize) -> ([(usize, usize); 2], Range<usize>) {
+    let end = start + len;
+    let whole = start.div_ceil(64)..end / 64;
+    if whole.start >= whole.end {
+        return ([(start, len), (end, 0)], 0..0);
+    }
+    ([(start, 64 * whole.start - start), (64 * whole.end, end - 64 * whole.end)], whole)
+}
+
+fn members_of(words: &[u64]) -> usize {
+    words.iter().copied().map(population).sum()
 }
 
 impl Bitmap {
@@ -161,41 +176,73 @@ impl Bitmap {
     }
 
     /// Records in the summaries that `word` has members.
-    fn mark(&mut self, mut word: usize) {
-        for level in &mut self.summaries {
-            let summary = &mut level[word / 64];
+    fn mark(&mut self, word: usize) {
+        self.mark_from(0, word);
+    }
+
+    /// Records in `level` and those above that word `at` below has members.
+    fn mark_from(&mut self, level: usize, mut at: usize) {
+        for level in &mut self.summaries[level..] {
+            let summary = &mut level[at / 64];
             let old = *summary;
-            *summary |= 1 << (word % 64);
+            *summary |= 1 << (at % 64);
             if old != 0 {
                 return;
             }
-            word /= 64;
+            at /= 64;
         }
     }
 
     /// Records in the summaries that `word` is empty.
-    fn unmark(&mut self, mut word: usize) {
-        for level in &mut self.summaries {
-            let summary = &mut level[word / 64];
-            *summary &= !(1 << (word % 64));
+    fn unmark(&mut self, word: usize) {
+        self.unmark_from(0, word);
+    }
+
+    /// Records in `level` and those above that word `at` below is empty.
+    fn unmark_from(&mut self, level: usize, mut at: usize) {
+        for level in &mut self.summaries[level..] {
+            let summary = &mut level[at / 64];
+            *summary &= !(1 << (at % 64));
             if *summary != 0 {
                 return;
             }
-            word /= 64;
+            at /= 64;
         }
     }
 
     /// Adds `start..start + len`; existing members stay.
     pub fn insert_run(&mut self, start: usize, len: usize) {
-        for (word, bits) in words_of(start, len) {
-            self.insert_word(word, bits);
+        let (ends, whole) = split_words(start, len);
+        for (start, len) in ends {
+            words_of(start, len).for_each(|(word, bits)| self.insert_word(word, bits));
+        }
+        let words = &mut self.words[whole.clone()];
+        self.len += 64 * words.len() - members_of(words);
+        words.fill(u64::MAX);
+        for (summary, bits) in words_of(whole.start, whole.len()) {
+            let old = self.summaries[0][summary];
+            self.summaries[0][summary] = old | bits;
+            if old == 0 {
+                self.mark_from(1, summary);
+            }
         }
     }
 
     /// Removes `start..start + len`; integers that are not members are skipped.
     pub fn remove_run(&mut self, start: usize, len: usize) {
-        for (word, bits) in words_of(start, len) {
-            self.remove_word(word, bits);
+        let (ends, whole) = split_words(start, len);
+        for (start, len) in ends {
+            words_of(start, len).for_each(|(word, bits)| self.remove_word(word, bits));
+        }
+        let words = &mut self.words[whole.clone()];
+        self.len -= members_of(words);
+        words.fill(0);
+        for (summary, bits) in words_of(whole.start, whole.len()) {
+            let old = self.summaries[0][summary];
+            self.summaries[0][summary] = old & !bits;
+            if old != 0 && old & !bits == 0 {
+                self.unmark_from(1, summary);
+            }
         }
     }
 
