@@ -1,6 +1,12 @@
 //! Parsed arguments of `alloc_extend`: requests that continue their pages, as in SGLang's paged allocator.
 
-use crate::base::{Error, PADDING, Page, Result, try_with_capacity, widen};
+use crate::base::{
+    Error, Id, IndexNumber, PADDING, Page, Result, Slot, try_reserve, try_with_capacity, widen,
+};
+
+use super::free_list::Run;
+use super::page_size::PageSize;
+use super::slot_list::SlotList;
 
 /// The slot of the last token of each request of a batch.
 #[derive(Clone, Copy, Debug)]
@@ -38,19 +44,59 @@ pub struct Extension<T> {
     pub continued: Vec<Page>,
 }
 
-/// One request of a batch that grows from `prefix` to `seq` tokens.
+/// Where the slots of an extension are put.
+pub(super) trait NewSlots {
+    /// Makes room for `slots` slots in `runs` runs.
+    fn reserve(&mut self, slots: usize, runs: usize) -> Result<()>;
+
+    /// Appends the slots of `run`.
+    fn push(&mut self, run: Run<Slot>);
+
+    /// Appends slots that only a device can compute.
+    fn push_unknown(&mut self, count: u32);
+}
+
+impl<T: IndexNumber> NewSlots for Vec<T> {
+    fn reserve(&mut self, slots: usize, _: usize) -> Result<()> {
+        try_reserve(self, slots)
+    }
+
+    fn push(&mut self, run: Run<Slot>) {
+        self.extend(run.range().map(T::of));
+    }
+
+    fn push_unknown(&mut self, count: u32) {
+        self.resize(self.len() + widen(count), T::of(PADDING));
+    }
+}
+
+impl NewSlots for SlotList {
+    fn reserve(&mut self, _: usize, runs: usize) -> Result<()> {
+        self.reserve(runs)
+    }
+
+    fn push(&mut self, run: Run<Slot>) {
+        self.push(run);
+    }
+
+    fn push_unknown(&mut self, count: u32) {
+        (0..count).for_each(|_| self.push(Run { start: Slot::new(PADDING), len: 1 }));
+    }
+}
+
+/// One request of a batch that grows from `prefix` to `seq` tokens, both within int32.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ExtendedRequest {
-    pub(super) prefix: usize,
-    pub(super) seq: usize,
+    pub(super) prefix: u32,
+    pub(super) seq: u32,
     /// The slot of the last token. It is unchecked, because it matters only if the prefix ends inside a page.
     pub(super) last_loc: i64,
 }
 
 impl ExtendedRequest {
-    /// Returns whether the next token goes into an existing page.
-    pub(super) const fn continues(&self, page_size: usize) -> bool {
-        !self.prefix.is_multiple_of(page_size) && self.seq > self.prefix
+    /// Returns the number of new slots.
+    pub(super) const fn new_slots(&self) -> u32 {
+        self.seq - self.prefix
     }
 
     /// Returns the slot after `last_loc`. If there is no such slot, returns the padding slot, which has no
@@ -60,13 +106,16 @@ impl ExtendedRequest {
         next.and_then(|next| u32::try_from(next).ok()).unwrap_or(PADDING)
     }
 
-    /// Returns the number of free slots in the last page.
-    pub(super) const fn open_slots(&self, page_size: usize) -> usize {
-        self.prefix.next_multiple_of(page_size) - self.prefix
+    /// Returns the number of new slots in the page in which the prefix ends.
+    pub(super) fn open_slots(&self, page_size: PageSize) -> u32 {
+        match page_size.offset(self.prefix) {
+            0 => 0,
+            offset => self.new_slots().min(page_size.slots() - offset),
+        }
     }
 
-    pub(super) const fn new_pages(&self, page_size: usize) -> usize {
-        self.seq.div_ceil(page_size) - self.prefix.div_ceil(page_size)
+    pub(super) const fn new_pages(&self, page_size: PageSize) -> u32 {
+        page_size.pages(self.seq) - page_size.pages(self.prefix)
     }
 }
 
@@ -90,8 +139,8 @@ pub(super) fn parse_requests(
         let length = |value: i64| u32::try_from(value).ok().filter(|&value| i32::try_from(value).is_ok());
         requests.push(match (length(prefix), length(seq)) {
             (Some(prefix), Some(seq)) if prefix <= seq => ExtendedRequest {
-                prefix: widen(prefix),
-                seq: widen(seq),
+                prefix,
+                seq,
                 last_loc: last_loc.of(position),
             },
             _ => {

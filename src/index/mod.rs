@@ -34,11 +34,13 @@ mod mask;
 mod moves;
 mod owners;
 mod page_list;
+mod page_size;
 mod ref_counts;
 mod requests;
 mod row_table;
 mod runs;
 mod slot_allocator;
+mod slot_list;
 
 pub use address_space::AddressSpace;
 pub use arena::Arena;
@@ -52,9 +54,11 @@ pub use ledger::{Attribution, CallGuard, CallRecord, IndexState, LIFETIME_BUCKET
 pub use ledgered::Ledgered;
 pub use moves::{Move, plan_moves};
 pub use page_list::{PageList, Runs};
+pub use page_size::PageSize;
 pub use ref_counts::{IndexHandle, RefCounts, Returning};
 pub(crate) use requests::put_slots_of;
-pub use requests::{AbandonedRequest, Growth, GrowthRequest, PageSize, Requests};
+pub use requests::{AbandonedRequest, Growth, GrowthRequest, Requests};
 pub use row_table::{RowExtent, RowTable};
 pub use runs::{ascending_runs, for_each_run};
 pub use slot_allocator::{FenceId, Held, SlotAllocator, SlotStats};
+pub use slot_list::SlotList;

@@ -3,6 +3,7 @@
 //! A slot belongs to a page, and every page is free, released, fenced or live with one or more owners. The
 //! allocator decides which. It has no requests, no tensors and no streams, and is not synchronised.
 
+mod freed_slots;
 mod freeing;
 mod frees;
 mod held;
@@ -11,18 +12,20 @@ mod page_runs;
 use std::fmt;
 use std::ops::Range;
 
-use crate::base::bounded::narrow;
 use crate::base::{
     Epoch, Error, ErrorKind, Id, IndexNumber, IndexVec, PADDING, Page, Result, Slot, try_push,
     try_with_capacity, widen,
 };
 
 use super::Bitmap;
-use super::extension::{ExtendedRequest, Extension, LastLoc, parse_requests};
+use super::extension::{ExtendedRequest, Extension, LastLoc, NewSlots, parse_requests};
 use super::free_list::{FencedIndices, Fit, FreeList, Order, Run};
 use super::free_times::{FreeTimes, Moment};
 use super::mask::Mask;
 use super::owners::{Owners, SharingReservation};
+use super::page_size::PageSize;
+use super::slot_list::SlotList;
+pub(super) use freed_slots::FreedSlots;
 pub use held::Held;
 
 /// Identifies a fenced free until its fence has passed.
@@ -283,13 +286,40 @@ impl SlotAllocator {
         seq_lens: &[i64],
         last_loc: LastLoc<'_>,
     ) -> Result<Option<Extension<T>>> {
+        let mut slots = Vec::new();
+        let continued = self.extend_into(prefix_lens, seq_lens, last_loc, &mut slots)?;
+        Ok(continued.map(|continued| Extension { slots, continued }))
+    }
+
+    /// Works like [`SlotAllocator::extend`], and appends the slots to `slots`. Returns the continued pages.
+    ///
+    /// # Errors
+    /// Same as [`SlotAllocator::extend`].
+    pub fn extend_runs(
+        &mut self,
+        prefix_lens: &[i64],
+        seq_lens: &[i64],
+        last_loc: LastLoc<'_>,
+        slots: &mut SlotList,
+    ) -> Result<Option<Vec<Page>>> {
+        self.extend_into(prefix_lens, seq_lens, last_loc, slots)
+    }
+
+    fn extend_into(
+        &mut self,
+        prefix_lens: &[i64],
+        seq_lens: &[i64],
+        last_loc: LastLoc<'_>,
+        slots: &mut impl NewSlots,
+    ) -> Result<Option<Vec<Page>>> {
         let requests = parse_requests(prefix_lens, seq_lens, last_loc)?;
+        let page_size = PageSize::new(self.page_size);
         let is_known = matches!(last_loc, LastLoc::Known(_));
-        let continued = if is_known { self.continued(&requests)? } else { Vec::new() };
+        let continued = if is_known { self.continued(&requests, page_size)? } else { Vec::new() };
         // A sum that overflows exceeds the tokens or pages of any pool.
         let wanted = requests.iter().try_fold((0usize, 0usize), |(tokens, pages), request| {
-            let tokens = tokens.checked_add(request.seq - request.prefix)?;
-            Some((tokens, pages.checked_add(request.new_pages(self.page_size()))?))
+            let tokens = tokens.checked_add(widen(request.new_slots()))?;
+            Some((tokens, pages.checked_add(widen(request.new_pages(page_size)))?))
         });
         let fits =
             |&(tokens, pages): &(usize, usize)| pages <= self.pages.available() && tokens <= self.capacity();
@@ -297,74 +327,74 @@ impl SlotAllocator {
             self.pages.merge();
             return Ok(None);
         };
-        let mut slots = try_with_capacity(tokens)?;
-        let mut taken = try_with_capacity(pages)?;
-        self.pages.alloc(pages, |run| taken.extend(run.start.number()..run.start.number() + run.len));
+        slots.reserve(tokens, if is_known { tokens.min(continued.len() + pages) } else { tokens })?;
+        let mut taken = Vec::new();
+        self.alloc_page_runs(pages, &mut taken)?;
         let mut taken = taken.into_iter();
+        let mut rest: Option<Run<Page>> = None;
         for request in &requests {
-            let page_size = self.page_size();
-            let goal = slots.len() + (request.seq - request.prefix);
-            let open = request.open_slots(page_size).min(goal - slots.len());
-            if is_known {
-                let next = request.next_slot();
-                slots.extend((next..next + narrow(open)).map(T::of));
-            } else {
-                slots.resize(slots.len() + open, T::of(PADDING));
+            let open = request.open_slots(page_size);
+            match open {
+                0 => (),
+                open if is_known => slots.push(Run { start: Slot::new(request.next_slot()), len: open }),
+                open => slots.push_unknown(open),
             }
-            for page in taken.by_ref().take(request.new_pages(page_size)) {
-                push_slots(&mut slots, Run { start: Page::new(page), len: 1 }, self.page_size, goal);
+            let mut left = request.new_slots() - open;
+            while left > 0 {
+                let run = rest.take().or_else(|| taken.next()).expect("as many pages were taken");
+                let (run, others) = run.split(page_size.pages(left));
+                let len = left.min(run.len * self.page_size);
+                slots.push(Run { start: self.first_slot(run.start), len });
+                left -= len;
+                rest = others;
             }
         }
-        Ok(Some(Extension { slots, continued }))
+        Ok(Some(continued))
     }
 
     /// Returns the pages that `requests` continue, each checked to be live and continued only once.
-    fn continued(&mut self, requests: &[ExtendedRequest]) -> Result<Vec<Page>> {
-        let page_size = self.page_size();
-        let mut fault = None;
-        let mut marked = Vec::new();
-        for (position, request) in requests.iter().enumerate().filter(|(_, r)| r.continues(page_size)) {
-            let last = request.last_loc;
-            let page = Page::new(request.next_slot() / self.page_size);
-            if widen(request.next_slot()) % page_size != request.prefix % page_size {
-                fault = Some(Error::config(format!(
-                    "last_loc {last} of request {position} does not end a prefix of {} with page_size {page_size}",
-                    request.prefix
-                )));
-            } else if !self.is_owned(page) {
-                fault = Some(
-                    Error::new(
-                        ErrorKind::IndexOwnership,
-                        format!(
-                            "last_loc {last} of request {position} is in page {page}, which is not allocated"
-                        ),
-                    )
-                    .with_index(last),
-                );
-            } else if self.named.contains(widen(page.number())) {
-                fault = Some(
-                    Error::new(
-                        ErrorKind::IndexOwnership,
-                        format!(
-                            "request {position} continues page {page}, as another request of the batch does"
-                        ),
-                    )
-                    .with_index(last),
-                );
+    fn continued(&mut self, requests: &[ExtendedRequest], page_size: PageSize) -> Result<Vec<Page>> {
+        let mut marked = try_with_capacity(requests.len())?;
+        let fault = requests.iter().enumerate().find_map(|(position, request)| {
+            let offset = page_size.offset(request.prefix);
+            if offset == 0 || request.new_slots() == 0 {
+                return None;
             }
-            if fault.is_some() {
-                break;
+            let next = request.next_slot();
+            let page = Page::new(page_size.page(next));
+            let is_right = page_size.offset(next) == offset
+                && self.is_owned(page)
+                && !self.named.contains(widen(page.number()));
+            if !is_right {
+                return Some(self.not_continued_error(position, request, page_size));
             }
-            fault = try_push(&mut marked, page).err();
-            if fault.is_some() {
-                break;
-            }
-            self.named.insert_run(widen(page.number()), 1);
-        }
+            self.named.insert(widen(page.number()));
+            marked.push(page);
+            None
+        });
         for page in &marked {
-            self.named.remove_run(widen(page.number()), 1);
+            self.named.remove(widen(page.number()));
         }
         fault.map_or(Ok(marked), Err)
+    }
+
+    /// Returns why a request of a batch cannot continue the page behind its `last_loc`.
+    #[cold]
+    fn not_continued_error(&self, position: usize, request: &ExtendedRequest, page_size: PageSize) -> Error {
+        let ExtendedRequest { prefix, last_loc: last, .. } = request;
+        let page = Page::new(page_size.page(request.next_slot()));
+        if page_size.offset(request.next_slot()) != page_size.offset(*prefix) {
+            let page_size = self.page_size;
+            return Error::config(format!(
+                "last_loc {last} of request {position} does not end a prefix of {prefix} with page_size {page_size}"
+            ));
+        }
+        let text = if self.is_owned(page) {
+            format!("request {position} continues page {page}, as another request of the batch does")
+        } else {
+            format!("last_loc {last} of request {position} is in page {page}, which is not allocated")
+        };
+        Error::new(ErrorKind::IndexOwnership, text).with_index(*last)
     }
 
     /// Undoes an allocation that never reached its caller: frees the pages of `slots`, except the `continued`

@@ -4,9 +4,10 @@ use super::{Ledgered, call_of};
 use crate::base::{Id, IndexNumber, IndexVec, PADDING, Page, Result, Slot};
 use crate::index::ledger::{Attribution, IndexState, Span, spans};
 use crate::index::owners::SharingReservation;
+use crate::index::slot_allocator::FreedSlots;
 use crate::index::{
     BadFree, BadFrees, Extension, FenceId, Fit, Held, LastLoc, Moment, OnBadFree, Owner, Run, SlotAllocator,
-    on_bad_frees,
+    SlotList, on_bad_frees,
 };
 
 impl Ledgered<SlotAllocator> {
@@ -64,6 +65,26 @@ impl Ledgered<SlotAllocator> {
             self.record_taken(&taken.slots, &taken.continued);
         }
         Ok(taken)
+    }
+
+    /// Calls [`SlotAllocator::extend_runs`], with `slots` empty, and records it.
+    ///
+    /// # Errors
+    /// Same as [`SlotAllocator::extend_runs`].
+    pub fn extend_runs(
+        &mut self,
+        prefix_lens: &[i64],
+        seq_lens: &[i64],
+        last_loc: LastLoc<'_>,
+        slots: &mut SlotList,
+    ) -> Result<Option<Vec<Page>>> {
+        let continued = self.inner.extend_runs(prefix_lens, seq_lens, last_loc, slots)?;
+        if self.ledger.get().is_some()
+            && let Some(continued) = &continued
+        {
+            self.record_taken(&slots.iter().map(u32::cast_signed).collect::<Vec<_>>(), continued);
+        }
+        Ok(continued)
     }
 
     /// Calls [`SlotAllocator::alloc_pages`] and records it.
@@ -252,6 +273,24 @@ impl Ledgered<SlotAllocator> {
             return Ok(None);
         }
         self.free_refusing(values, None, fence, on_bad).map(Some)
+    }
+
+    /// Works like [`Self::free_held`], for slots as they were handed out, also to nobody in particular. Also returns
+    /// `None`, and frees nothing, if the values are needed: for a ledger or a group.
+    ///
+    /// # Errors
+    /// Same as [`SlotAllocator::free`].
+    pub fn free_runs(
+        &mut self,
+        slots: &SlotList,
+        held: Option<Held>,
+        fence: Option<FenceId>,
+        on_bad: OnBadFree,
+    ) -> Result<Option<BadFrees>> {
+        if self.ledger.get().is_some() || fence.is_none() && self.inner.in_group() {
+            return Ok(None);
+        }
+        self.inner.free_explained(FreedSlots::Runs(slots), held, fence, on_bad, |_| ())
     }
 
     /// Works like [`SlotAllocator::free`] or, with a fence, [`SlotAllocator::free_after`]. Slots that are known

@@ -8,7 +8,9 @@ use crate::index::free_list::FreeBatch;
 use crate::index::mask::Mask;
 use crate::index::owners::RemovalBatch;
 use crate::index::runs::{BLOCK, BlockMasks, RawIndex, run_len};
-use crate::index::{BadFree, BadFrees};
+use crate::index::{BadFree, BadFrees, SlotList};
+
+use super::FreedSlots;
 
 /// The state of a call that frees slots.
 pub(super) struct Freeing<'a> {
@@ -30,10 +32,11 @@ impl<'a> Freeing<'a> {
 
     /// Frees the pages of slots.
     #[inline]
-    pub(super) fn add(&mut self, values: &IndexVec) {
-        match values {
-            IndexVec::I32(values) => self.add_values(values),
-            IndexVec::I64(values) => self.add_values(values),
+    pub(super) fn add(&mut self, slots: FreedSlots<'_>) {
+        match slots {
+            FreedSlots::Values(IndexVec::I32(values)) => self.add_values(values),
+            FreedSlots::Values(IndexVec::I64(values)) => self.add_values(values),
+            FreedSlots::Runs(slots) => self.add_runs(slots),
         }
         if self.page_size > 1 {
             for &Mask { word, bits } in self.batch.masks() {
@@ -50,6 +53,13 @@ impl<'a> Freeing<'a> {
     /// Returns the range of all slots.
     fn space(&self) -> Range<u32> {
         self.page_size..self.page_size * (self.batch.list().count() + 1)
+    }
+
+    fn add_runs(&mut self, slots: &SlotList) {
+        let space = self.space();
+        for run in slots.runs() {
+            self.add_run(run.start.number().into(), widen(run.len), &space);
+        }
     }
 
     fn add_values<T: RawIndex>(&mut self, values: &[T]) {

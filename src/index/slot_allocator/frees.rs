@@ -5,7 +5,7 @@ use crate::base::{
 };
 
 use super::freeing::Freeing;
-use super::{FenceId, FencedFree, Group, Held, SlotAllocator};
+use super::{FenceId, FencedFree, FreedSlots, Group, Held, SlotAllocator};
 use crate::base::bounded::signed;
 use crate::index::free_list::FreeTiming;
 use crate::index::free_times::Moment;
@@ -101,11 +101,18 @@ impl SlotAllocator {
     /// Returns whether a caller with this hold may no longer have some of the values.
     #[must_use]
     pub fn may_be_stale(&self, values: &IndexVec, held: Held) -> bool {
+        self.are_stale(values.into(), held)
+    }
+
+    fn are_stale(&self, slots: FreedSlots<'_>, held: Held) -> bool {
         held.is_over
             || !self.free_times.is_now(held.since)
-                && match values {
-                    IndexVec::I32(values) => self.may_be_freed_since(values, held.since),
-                    IndexVec::I64(values) => self.may_be_freed_since(values, held.since),
+                && match slots {
+                    FreedSlots::Values(IndexVec::I32(values)) => self.may_be_freed_since(values, held.since),
+                    FreedSlots::Values(IndexVec::I64(values)) => self.may_be_freed_since(values, held.since),
+                    FreedSlots::Runs(slots) => slots.runs().iter().any(|run| {
+                        self.is_run_freed_since(run.start.number(), run.range().end - 1, held.since)
+                    }),
                 }
     }
 
@@ -117,12 +124,17 @@ impl SlotAllocator {
             let (Ok(first), Ok(last)) = (u32::try_from(first), u32::try_from(first + signed(len) - 1)) else {
                 continue;
             };
-            let mut pages = Mask::of_range(first / self.page_size..(last / self.page_size).saturating_add(1));
-            if pages.any(|pages| self.free_times.is_any_freed_since(pages, since)) {
+            if self.is_run_freed_since(first, last, since) {
                 return true;
             }
         }
         false
+    }
+
+    /// Returns whether the page of one of the slots from `first` to `last` was freed since.
+    fn is_run_freed_since(&self, first: u32, last: u32, since: Moment) -> bool {
+        let pages = first / self.page_size..(last / self.page_size).saturating_add(1);
+        Mask::of_range(pages).any(|pages| self.free_times.is_any_freed_since(pages, since))
     }
 
     /// Splits off the values that a caller may not free though their pages are in use: `refuse` says why, of the
@@ -185,25 +197,26 @@ impl SlotAllocator {
     /// nothing, if it may no longer have some of them. [`SlotAllocator::has_left_times`] tells afterwards
     /// whether the times of the frees are left to the caller.
     #[inline]
-    pub(in crate::index) fn free_explained(
+    pub(in crate::index) fn free_explained<'a>(
         &mut self,
-        values: &IndexVec,
+        slots: impl Into<FreedSlots<'a>>,
         held: Option<Held>,
         fence: Option<FenceId>,
         on_bad: OnBadFree,
         explain: impl FnOnce(&mut BadFrees),
     ) -> Result<Option<BadFrees>> {
-        let only = if fence.is_none() { self.only_page(values) } else { None };
-        let Some(page) = only else { return self.free_listed(values, held, fence, on_bad, explain) };
+        let slots = slots.into();
+        let only = if fence.is_none() { self.only_page(slots) } else { None };
+        let Some(page) = only else { return self.free_listed(slots, held, fence, on_bad, explain) };
         if held.is_some_and(|held| held.is_stale(page, self)) {
             return Ok(None);
         }
-        self.free_only(page, values);
+        self.free_only(page, slots);
         Ok(Some(BadFrees::default()))
     }
 
     /// Frees a page that is live and has one owner.
-    fn free_only(&mut self, page: Page, values: &IndexVec) {
+    fn free_only(&mut self, page: Page, slots: FreedSlots<'_>) {
         self.has_left_times = false;
         // An empty batch, so that the previous one does not count as the last.
         self.owners.remove(FreeTiming::Now).commit();
@@ -216,13 +229,13 @@ impl SlotAllocator {
             return;
         }
         drop(batch);
-        self.free_without_lists(values);
+        self.free_without_lists(slots);
     }
 
-    /// Works like [`SlotAllocator::free_explained`], for any values.
+    /// Works like [`SlotAllocator::free_explained`], for any slots.
     fn free_listed(
         &mut self,
-        values: &IndexVec,
+        slots: FreedSlots<'_>,
         held: Option<Held>,
         fence: Option<FenceId>,
         on_bad: OnBadFree,
@@ -237,7 +250,7 @@ impl SlotAllocator {
             named: &mut self.named,
             bad: BadFrees::default(),
         };
-        freeing.add(values);
+        freeing.add(slots);
         let (batch, owners, mut bad) = freeing.into_parts();
         let listed = batch.check().and_then(|()| owners.check());
         let is_any_stale = |held: Held| {
@@ -253,7 +266,7 @@ impl SlotAllocator {
         }
         let dropped = bad.dropped();
         explain(&mut bad);
-        let bad = on_bad_frees(bad, on_bad, Slot::NOUN, values.len(), capacity)?;
+        let bad = on_bad_frees(bad, on_bad, Slot::NOUN, slots.len(), capacity)?;
         let is_plain = dropped == 0 && owners.pages().is_empty() && listed.is_ok();
         let is_left = is_plain && held.is_some_and(|held| held.is_whole);
         match (listed, fence) {
@@ -272,10 +285,10 @@ impl SlotAllocator {
             (Err(_), None) => {
                 drop(owners);
                 drop(batch);
-                if held.is_some_and(|held| self.may_be_stale(values, held)) {
+                if held.is_some_and(|held| self.are_stale(slots, held)) {
                     return Ok(None);
                 }
-                self.free_without_lists(values);
+                self.free_without_lists(slots);
             }
             (Err(failure), Some(_)) => return Err(failure),
         }
@@ -287,13 +300,13 @@ impl SlotAllocator {
     /// Frees those of the slots that can be freed, without lists for which there is no memory. A ledger does
     /// not learn of it.
     #[cold]
-    fn free_without_lists(&mut self, values: &IndexVec) {
-        for slot in values.iter() {
+    fn free_without_lists(&mut self, slots: FreedSlots<'_>) {
+        slots.for_each(|slot| {
             let page = u32::try_from(slot).ok().map(|slot| Page::new(slot / self.page_size));
-            let Some(page) = page.filter(|&page| self.pages.is_live(page)) else { continue };
+            let Some(page) = page.filter(|&page| self.pages.is_live(page)) else { return };
             let place = widen(page.number());
             if self.page_size > 1 && self.named.contains(place) {
-                continue;
+                return;
             }
             if !self.owners.give_back(page) {
                 self.give_back(page.number()..page.number() + 1);
@@ -301,25 +314,15 @@ impl SlotAllocator {
             if self.page_size > 1 {
                 self.named.insert_run(place, 1);
             }
-        }
+        });
         self.named.clear();
     }
 
     /// Returns the page of the slot, if a free has only one, the page is live, and no page has several
     /// owners. This is the most frequent free, and needs no list.
     #[inline]
-    fn only_page(&self, values: &IndexVec) -> Option<Page> {
-        let slot = match values {
-            IndexVec::I32(slots) => match slots[..] {
-                [slot] => slot.into(),
-                _ => return None,
-            },
-            IndexVec::I64(slots) => match slots[..] {
-                [slot] => slot,
-                _ => return None,
-            },
-        };
-        let page = Page::new(u32::try_from(slot).ok()? / self.page_size);
+    fn only_page(&self, slots: FreedSlots<'_>) -> Option<Page> {
+        let page = Page::new(u32::try_from(slots.only()?).ok()? / self.page_size);
         (self.owners.is_trivial() && self.pages.is_live(page)).then_some(page)
     }
 
