@@ -619,7 +619,7 @@ class TokenToKVPoolAllocator(Pool):
     handed out again) is dropped, counted in `stats()` and reported once through the logger `kvpool`. With
     `strict` it raises instead, and nothing is changed. All calls are atomic and thread-safe.
 
-    On a GPU the tensors are views of a stage, to which the next slots are copied ahead of time: `alloc` and
+    On a GPU the tensors are views of a stage, to which the next slots are sent ahead of time: `alloc` and
     `free` then make no driver call, and only methods that say so wait. Tensors are valid on the stream that
     was current in `alloc`; another stream needs an event. Nothing is allocated on the device after
     construction. A tensor kept alive after its slots were freed still occupies the stage, which holds twice

@@ -23,16 +23,16 @@ use std::sync::Arc;
 
 use crate::base::bounded::{int32, signed};
 use crate::base::{
-    DType, Error, Id, RequestRow, Result, bytes_of, out_of_memory_error, try_collect, try_with_capacity,
-    widen,
+    DType, Error, Id, IndexDType, RequestRow, Result, Slot, bytes_of, out_of_memory_error, try_collect,
+    try_with_capacity, widen,
 };
-use crate::index::{Move, RowExtent};
+use crate::index::{Move, RowExtent, Run};
 use crate::kernels::indices::{IndexSpace, IndexSpaces, Indices, Numbers};
 use crate::kernels::pages::{HostAccess, PageCopy, PagePlan, Pieces, StagedCopy};
 use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{StoreRows, targets};
 use crate::kernels::table::Table;
-use crate::memory::{Backend, BorrowedTensor, Event, Gpu, Reply, Ring, Stream, StreamSet};
+use crate::memory::{Backend, BorrowedTensor, Event, Gpu, RegionRange, Reply, Ring, Stream, StreamSet};
 
 use fault::{Fault, FaultKind, FaultRecord};
 use grid::{Groups, blocks, copy_grid, parts_grid, units};
@@ -40,7 +40,7 @@ use kernels::{Kernel, Kernels, TypedFunction};
 use numbers::{Arrays, Index, WithList};
 use params::{
     ColumnsParams, ContinueParams, GatherParams, GatherPart, KvIndicesParams, MoveParams, OrderParams,
-    PageTarget, PagesParams, PointsParams, StoreParams, StorePart, ZeroParams,
+    PageTarget, PagesParams, PointsParams, RunsParams, StoreParams, StorePart, ZeroParams,
 };
 
 /// The copies of a call.
@@ -74,6 +74,9 @@ pub(crate) struct GrowingBatch<'a> {
 
 /// The most requests in one launch of [`Launcher::continue_pages`].
 const MAX_GROWING: usize = (WithList::<ContinueParams>::ROOM - 1) / 2;
+
+/// The most runs in one launch of [`Launcher::list_runs`].
+pub(crate) const MAX_RUNS: usize = WithList::<RunsParams>::ROOM / 2;
 
 /// The most pages in one launch of [`Launcher::copy_pages`].
 const MAX_PAGES: usize = WithList::<PagesParams>::ROOM / 2;
@@ -706,6 +709,43 @@ impl Launcher {
         });
         last_loc.record_stream(stream);
         launched
+    }
+
+    /// Fills `out` with the first slots of `runs`, at most [`MAX_RUNS`] of them, which are passed with the launch. The
+    /// caller has checked that `stream` is not being captured.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when a driver call fails.
+    ///
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
+    pub(crate) fn list_runs(
+        &self,
+        out: RegionRange<'_>,
+        dtype: IndexDType,
+        runs: &[Run<Slot>],
+        stream: Stream,
+    ) -> Result<()> {
+        let count = out.bytes() / dtype.dtype().size();
+        let mut next = 0;
+        let begins = try_collect(runs.iter().map(|run| {
+            next += run.len.cast_signed();
+            next - run.len.cast_signed()
+        }))?;
+        let firsts = try_collect(runs.iter().map(|run| run.start.number().cast_signed()))?;
+        let params = RunsParams {
+            out: out.address().as_ptr().cast(),
+            count: units(count)?,
+            runs: units(runs.len())?,
+            is_wide: i32::from(dtype == IndexDType::I64),
+            unused: 0,
+        };
+        self.launch_with_list(
+            self.kernels.list_runs,
+            [blocks(count)?, 1],
+            &[&begins, &firsts],
+            stream,
+            params,
+        )
     }
 
     /// Launches a kernel on a grid of blocks. An empty grid is not launched.

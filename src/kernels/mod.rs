@@ -36,7 +36,7 @@ pub use indices::{IndexSpace, IndexSpaces, Indices, read_indices};
 #[cfg(feature = "python")]
 pub(crate) use indices::{check_ints, not_indices_error};
 pub(crate) use launch::{
-    Fetcher, GrowingBatch, PendingFetch, PlanBatch, PlanFields, PlanRequest, PlanRequests, read_now,
+    Fetcher, GrowingBatch, MAX_RUNS, PendingFetch, PlanBatch, PlanFields, PlanRequest, PlanRequests, read_now,
 };
 pub use pack::Direction;
 pub(crate) use pack::pack;

@@ -313,6 +313,18 @@ struct ContinueParams {
 };
 static_assert(sizeof(ContinueParams) == 208, "as launch/params.rs has it");
 
+/// Passed with the launch are, for each of `runs` runs of ascending slots, its place in `out` and, after all places, its
+/// first slot. A run ends where the next begins, and the last one after `count` slots.
+struct RunsParams {
+    void* out;
+    u32 count;
+    u32 runs;
+    /// Whether `out` is int64.
+    i32 is_wide;
+    i32 unused;
+};
+static_assert(sizeof(RunsParams) == 24, "as launch/params.rs has it");
+
 struct ReadParams {
     Index from;
     i64* out;

@@ -126,6 +126,32 @@ KERNEL(kvpool_continue_pages, WithList<ContinueParams>) {
     }
 }
 
+/// The slots of runs, one after the other.
+KERNEL(kvpool_list_runs, WithList<RunsParams>) {
+    u32 i = u32(thread_number());
+    if (i >= p.params.count) {
+        return;
+    }
+    const i32* begins = p.list;
+    u32 run = 0;
+    u32 end = p.params.runs;
+    // The last run that does not begin behind `i`.
+    while (end - run > 1) {
+        u32 middle = (run + end) / 2;
+        if (u32(begins[middle]) <= i) {
+            run = middle;
+        } else {
+            end = middle;
+        }
+    }
+    i32 slot = p.list[p.params.runs + run] + i32(i) - begins[run];
+    if (p.params.is_wide) {
+        static_cast<i64*>(p.params.out)[i] = slot;
+    } else {
+        static_cast<i32*>(p.params.out)[i] = slot;
+    }
+}
+
 /// `out[i]` becomes number i of an index tensor.
 KERNEL(kvpool_read_indices, ReadParams) {
     u32 i = u32(thread_number());

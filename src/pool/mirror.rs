@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::{Arc, PoisonError, RwLock, Weak};
 
 use crate::base::{DType, Device, IndexVec, Result};
+use crate::index::SlotList;
 use crate::kernels::{Indices, read_indices, read_now};
 use crate::memory::{BorrowedTensor, Gpu, Stream};
 
@@ -22,6 +23,11 @@ pub(super) trait Mirror: Debug + Send + Sync {
     ///
     /// `version` is the framework's count of writes to the tensor that names them.
     fn values(&self, first: usize, step: usize, count: usize, version: u64) -> Option<Vec<i32>>;
+
+    /// Works like [`Self::values`] for consecutive elements, if the host has them as a few runs.
+    fn runs(&self, _first: usize, _count: usize, _version: u64) -> Option<SlotList> {
+        None
+    }
 }
 
 /// The mirrors of this process.
@@ -42,17 +48,27 @@ pub(super) fn known_values(tensor: &BorrowedTensor<'_>, version: Option<u64>) ->
     if tensor.shape().numel() == 0 {
         return Some(IndexVec::I32(Vec::new()));
     }
-    let (version, step, count) = (version?, tensor.even_step()?, tensor.shape().numel());
+    let (version, step) = (version?, tensor.even_step()?);
+    let (mirror, first) = mirror_of(tensor)?;
+    mirror.values(first, step, tensor.shape().numel(), version).map(IndexVec::I32)
+}
+
+/// Works like [`known_values`], for slots that a mirror has as a few runs.
+pub(super) fn known_runs(tensor: &BorrowedTensor<'_>, version: Option<u64>) -> Option<SlotList> {
+    let version = version.filter(|_| tensor.even_step() == Some(1))?;
+    let (mirror, first) = mirror_of(tensor)?;
+    mirror.runs(first, tensor.shape().numel(), version)
+}
+
+/// Returns the mirror that has the elements of `tensor`, and the position of the first one.
+fn mirror_of(tensor: &BorrowedTensor<'_>) -> Option<(Arc<dyn Mirror>, usize)> {
     let address = tensor.address().as_ptr().addr();
     let mirrors = MIRRORS.read().unwrap_or_else(PoisonError::into_inner);
     let mirror =
         mirrors.iter().filter_map(Weak::upgrade).find(|mirror| mirror.addresses().contains(&address))?;
     drop(mirrors);
     let (offset, size) = (address - mirror.addresses().start, mirror.dtype().size());
-    if tensor.dtype() != mirror.dtype() || !offset.is_multiple_of(size) {
-        return None;
-    }
-    mirror.values(offset / size, step, count, version).map(IndexVec::I32)
+    (tensor.dtype() == mirror.dtype() && offset.is_multiple_of(size)).then(|| (mirror, offset / size))
 }
 
 /// Returns the values of indices on any device. Values that only a device has are copied in the order of

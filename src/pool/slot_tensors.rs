@@ -14,7 +14,7 @@ use crate::base::{
     Slot, try_collect, try_with_capacity, widen,
 };
 use crate::index::{
-    CallRecord, Fit, Ledger, Ledgered, OnBadFree, Order, Owner, Run, SlotAllocator, SlotStats,
+    CallRecord, Fit, Ledger, Ledgered, OnBadFree, Order, Owner, Run, SlotAllocator, SlotList, SlotStats,
 };
 use crate::kernels::GrowingBatch;
 use crate::memory::{Backend, BorrowedTensor, Event, Keep, Stream};
@@ -47,6 +47,8 @@ pub(super) struct SlotTensors {
     group: Vec<(FreedValues, Option<Arc<CallRecord>>)>,
     /// Pages of the current call; kept for its capacity.
     runs: Vec<Run<Page>>,
+    /// Slots of the current call that extends requests; kept for its capacity.
+    extended: SlotList,
     on_bad_free: OnBadFree,
     index_dtype: IndexDType,
     /// The tensors in which slots were handed out.
@@ -146,6 +148,7 @@ impl SlotTensors {
             fences: Fences::default(),
             group: Vec::new(),
             runs: Vec::new(),
+            extended: SlotList::default(),
             on_bad_free,
             index_dtype,
             grants: Grants::default(),
@@ -438,7 +441,7 @@ impl SlotTensors {
         match taken {
             Some(slots) => {
                 let run = first_of(&slots);
-                let mut view = self.hand_out(slots, &[], stream)?;
+                let mut view = self.hand_out(slots, stream)?;
                 self.list(&mut view, run, false);
                 Ok(Ok(view))
             }
@@ -462,45 +465,85 @@ impl SlotTensors {
         self.check_writable(stream)?;
         self.stage.as_ref().map_or(Ok(()), Stage::take_fault)?;
         self.grants.reserve()?;
-        match self.dtype_on_host() {
-            IndexDType::I32 => self.extend::<i32>(lens, last_loc, stream),
-            IndexDType::I64 => self.extend::<i64>(lens, last_loc, stream),
+        if self.must_land_before(|| lens.max_slots(self.slots.page_size())) {
+            return Ok(Err(Shortage::InFlight));
         }
+        let extended = match (&self.stage, self.index_dtype) {
+            (Some(_), _) => self.extend_on_device(lens, last_loc, stream)?,
+            (None, IndexDType::I32) => self.extend_on_host::<i32>(lens, last_loc)?,
+            (None, IndexDType::I64) => self.extend_on_host::<i64>(lens, last_loc)?,
+        };
+        let Some((mut view, continued)) = extended else {
+            return Ok(Err(self.short(lens.new_slots(self.slots.page_size()))));
+        };
+        self.list(&mut view, None, !continued.is_empty());
+        Ok(Ok((view, continued)))
     }
 
-    /// Works like [`Self::alloc_extend`] with slots that the host lists as `T`.
-    fn extend<T: IndexNumber>(
+    fn extend_on_host<T: IndexNumber>(
+        &mut self,
+        lens: BatchLens<'_>,
+        last_loc: &LastLocs<'_>,
+    ) -> Result<Option<(TensorView, Vec<Page>)>> {
+        let taken = self.slots.extend::<T>(lens.prefix, lens.seq, last_loc.of_index())?;
+        Ok(taken.map(|taken| (TensorView::from_indices(T::values(taken.slots)), taken.continued)))
+    }
+
+    fn extend_on_device(
         &mut self,
         lens: BatchLens<'_>,
         last_loc: &LastLocs<'_>,
         stream: Stream,
-    ) -> Result<TakeResult<(TensorView, Vec<Page>)>> {
-        if self.must_land_before(|| lens.max_slots(self.slots.page_size())) {
-            return Ok(Err(Shortage::InFlight));
-        }
-        let Some(taken) = self.slots.extend::<T>(lens.prefix, lens.seq, last_loc.of_index())? else {
-            return Ok(Err(self.short(lens.new_slots(self.slots.page_size()))));
+    ) -> Result<Option<(TensorView, Vec<Page>)>> {
+        let mut slots = std::mem::take(&mut self.extended);
+        slots.clear();
+        let made = self.extend_to(&mut slots, lens, last_loc, stream);
+        self.extended = slots;
+        made
+    }
+
+    /// Works like [`Self::extend_on_device`], with an empty list for the slots.
+    fn extend_to(
+        &mut self,
+        slots: &mut SlotList,
+        lens: BatchLens<'_>,
+        last_loc: &LastLocs<'_>,
+        stream: Stream,
+    ) -> Result<Option<(TensorView, Vec<Page>)>> {
+        let taken = self.slots.extend_runs(lens.prefix, lens.seq, last_loc.of_index(), slots)?;
+        let Some(continued) = taken else { return Ok(None) };
+        let has_unknown = || slots.runs().iter().any(|run| run.start.number() == PADDING);
+        let view = match last_loc {
+            LastLocs::OnDevice(last_loc) if has_unknown() => self.complete(slots, last_loc, lens, stream),
+            _ => self.staged(slots, stream),
         };
-        let (slots, continued) = (T::values(taken.slots), taken.continued);
-        let mut view = match (last_loc, &mut self.stage) {
-            (LastLocs::OnDevice(last_loc), Some(stage))
-                if slots.iter().any(|slot| slot == i64::from(PADDING)) =>
-            {
-                let slots = slots.into_i32()?;
-                let (offsets, indptr) = lens.in_pages(self.slots.page_size())?;
-                let grown = GrowingBatch {
-                    offsets: &offsets,
-                    indptr: &indptr,
-                    slots: self.slots.capacity(),
-                    page_size: self.slots.page_size(),
-                };
-                let view = stage.complete(&slots, last_loc, &grown, stream);
-                view.inspect_err(|_| self.slots.undo(slots.iter().copied(), &continued))?
-            }
-            _ => self.hand_out(slots, &continued, stream)?,
+        let view = view.inspect_err(|_| self.slots.undo(slots.iter().map(u32::cast_signed), &continued))?;
+        Ok(Some((view, continued)))
+    }
+
+    /// Makes a tensor of slots, some of which only the device can compute.
+    fn complete(
+        &mut self,
+        slots: &SlotList,
+        last_loc: &BorrowedTensor<'_>,
+        lens: BatchLens<'_>,
+        stream: Stream,
+    ) -> Result<TensorView> {
+        let (offsets, indptr) = lens.in_pages(self.slots.page_size())?;
+        let grown = GrowingBatch {
+            offsets: &offsets,
+            indptr: &indptr,
+            slots: self.slots.capacity(),
+            page_size: self.slots.page_size(),
         };
-        self.list(&mut view, None, !continued.is_empty());
-        Ok(Ok((view, continued)))
+        let Some(stage) = &mut self.stage else { unreachable!("slots in host memory are known") };
+        stage.complete(slots, last_loc, &grown, stream)
+    }
+
+    /// Returns the slots as a tensor on the device.
+    fn staged(&mut self, slots: &SlotList, stream: Stream) -> Result<TensorView> {
+        let Some(stage) = &mut self.stage else { unreachable!("slots in host memory are in no stage") };
+        stage.tensor_of(slots, stream)
     }
 
     /// Returns whether frees in flight must be complete before `count()` slots are taken, so that the slots
@@ -540,10 +583,13 @@ impl SlotTensors {
     }
 
     /// Makes a tensor of taken slots. Returns the slots to the pool on failure.
-    fn hand_out(&mut self, slots: IndexVec, continued: &[Page], stream: Stream) -> Result<TensorView> {
-        let Some(stage) = &mut self.stage else { return Ok(TensorView::from_indices(slots)) };
+    fn hand_out(&mut self, slots: IndexVec, stream: Stream) -> Result<TensorView> {
+        if self.stage.is_none() {
+            return Ok(TensorView::from_indices(slots));
+        }
         let slots = slots.into_i32()?;
-        stage.tensor_of(&slots, stream).inspect_err(|_| self.slots.undo(slots.iter().copied(), continued))
+        let view = SlotList::of(&slots).and_then(|runs| self.staged(&runs, stream));
+        view.inspect_err(|_| self.slots.undo(slots.iter().copied(), &[]))
     }
 
     /// Returns an event to wait for, without locks, before more slots are taken, if the device is far behind.
@@ -581,7 +627,7 @@ impl SlotTensors {
         match (view.region().indices(), stage) {
             (Some(listed), _) => slots.undo(listed, continued),
             (None, Some(stage)) => {
-                stage.with_listed(view, |listed| slots.undo(listed.iter().copied(), continued));
+                stage.with_listed(view, |listed| slots.undo(listed, continued));
             }
             (None, None) => unreachable!("the pool listed the slots"),
         }
@@ -626,8 +672,8 @@ impl SlotTensors {
 
     /// Returns the numbers as a tensor that is valid on `stream`.
     pub(super) fn tensor_of(&mut self, numbers: Vec<i32>, stream: Stream) -> Result<TensorView> {
-        if let Some(stage) = &mut self.stage {
-            return stage.tensor_of(&numbers, stream);
+        if self.stage.is_some() {
+            return self.staged(&SlotList::of(&numbers)?, stream);
         }
         let numbers = IndexVec::I32(numbers);
         Ok(TensorView::from_indices(match self.index_dtype {

@@ -1,4 +1,6 @@
-//! The stage: device memory to which the next slots are copied before they are requested.
+//! The stage: device memory to which the next slots are written before they are requested.
+
+mod mirrored;
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -6,31 +8,30 @@ use std::sync::Arc;
 
 use crate::base::bounded::narrow;
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{
-    DType, Error, ErrorKind, Id, IndexDType, PADDING, Page, Result, Slot, bytes_of, try_zeros, widen,
-};
-use crate::index::{Bitmap, Run, SlotAllocator};
-use crate::kernels::{Executor, GrowingBatch, IndexSpace, IndexSpaces};
+use crate::base::{DType, Error, ErrorKind, Id, IndexDType, Page, Result, Slot, bytes_of, widen};
+use crate::index::{Bitmap, Run, SlotAllocator, SlotList};
+use crate::kernels::{Executor, GrowingBatch, IndexSpace, IndexSpaces, MAX_RUNS};
 use crate::memory::{
     Backend, BorrowedTensor, Contents, Event, Gpu, Region, ReturnedParts, Ring, Stream, StreamSet,
 };
 use crate::tensor::TensorView;
 
-use super::mirror::{Mirror, publish, stepped};
+use super::mirror::{Mirror, publish};
+use mirrored::MirroredSlots;
 
 /// Slots that are written ahead: initially, at least and at most.
 const AHEAD: usize = 1024;
 const MIN_AHEAD: usize = 64;
 const MAX_AHEAD: usize = 64 << 10;
 
-/// Positions at which a copy begins are multiples of this, so that it moves whole words.
+/// Positions at which a write begins are multiples of this, so that it moves whole words.
 const ALIGNED: usize = 4;
 
 /// Device memory for the tensors of slots.
 ///
-/// A copy to the device brings the requested slots and, behind them, those predicted to come next. As long as
+/// A write to the device brings the requested slots and, behind them, those predicted to come next. As long as
 /// the prediction holds (every request is compared with it), handing out moves a cursor and makes no driver
-/// call. Positions are reused when their tensors are dropped. Nothing is allocated after construction, so
+/// call. Slots are written as runs, which a kernel lists; very many short runs are copied as a list. Positions are reused when their tensors are dropped. Nothing is allocated after construction, so
 /// live tensors are bounded: tensors over more positions than the stage has are an error.
 #[derive(Debug)]
 pub(super) struct Stage {
@@ -47,14 +48,12 @@ pub(super) struct Stage {
     free: Bitmap,
     window: Option<Window>,
     page_size: usize,
-    /// Computes slots that continue a page whose number only the device has.
-    completer: Executor,
-    /// Slots in the next copy.
+    /// Writes runs of slots, and computes those that continue a page whose number only the device has.
+    kernels: Executor,
+    /// Slots in the next write.
     ahead: usize,
-    /// Values of the current write; kept for its capacity.
-    values: Vec<i32>,
-    /// The values of the current write as int64, for a stage of those; kept for its capacity.
-    wide: Vec<i64>,
+    /// The slots of the current write; kept for its capacity.
+    slots: SlotList,
 }
 
 /// Returns the bytes of a stage for tensors over up to `slots` live slots, and as many freed ones.
@@ -76,23 +75,23 @@ struct Window {
     positions: Range<usize>,
     /// The predicted pages, of which the last slots may have found no room.
     runs: VecDeque<Run<Page>>,
-    /// The event after the copy to the device.
+    /// The event after the write.
     written: Arc<Event>,
     /// Streams ordered after that event.
     ordered: Vec<Stream>,
 }
 
-/// The host's mirror of the region. It has the padding slot where only the device has the slot.
+/// The host's mirror of the region.
 #[derive(Debug)]
 struct StageMirror {
     addresses: Range<usize>,
     dtype: IndexDType,
-    values: RankedMutex<Vec<i32>>,
+    slots: RankedMutex<MirroredSlots>,
 }
 
 impl StageMirror {
-    fn locked<R>(&self, work: impl FnOnce(&mut Vec<i32>) -> R) -> R {
-        work(&mut self.values.lock())
+    fn locked<R>(&self, work: impl FnOnce(&mut MirroredSlots) -> R) -> R {
+        work(&mut self.slots.lock())
     }
 }
 
@@ -107,13 +106,11 @@ impl Mirror for StageMirror {
 
     fn values(&self, first: usize, step: usize, count: usize, version: u64) -> Option<Vec<i32>> {
         // A tensor over new slots starts at version 0; every write through the framework counts it up.
-        if version != 0 {
-            return None;
-        }
-        // To the end, so that the loop has no branch.
-        let has_unknown = |unknown: bool, &slot: &i32| unknown | (slot == PADDING.cast_signed());
-        let values = self.locked(|values| stepped(values, first, step, count))?;
-        (!values.iter().fold(false, has_unknown)).then_some(values)
+        if version == 0 { self.locked(|slots| slots.values(first, step, count)) } else { None }
+    }
+
+    fn runs(&self, first: usize, count: usize, version: u64) -> Option<SlotList> {
+        if version == 0 { self.locked(|slots| slots.runs(first, count)) } else { None }
     }
 }
 
@@ -131,10 +128,10 @@ impl Stage {
         let region = Region::with(Arc::clone(backend), bytes, Contents::Undefined, Arc::clone(&users))?;
         let region = Arc::new(region);
         let start = region.address().as_ptr().addr();
-        let values = RankedMutex::new(LockRank::Stage, try_zeros(positions)?);
-        let copy = Arc::new(StageMirror { addresses: start..start + bytes, dtype, values });
+        let mirrored = RankedMutex::new(LockRank::Stage, MirroredSlots::new(positions)?);
+        let copy = Arc::new(StageMirror { addresses: start..start + bytes, dtype, slots: mirrored });
         let space = IndexSpace { noun: Slot::NOUN, len: slots.capacity() + slots.page_size() };
-        let completer = Executor::new(&region, 0, IndexSpaces::of_rows(space), 0)?;
+        let kernels = Executor::new(&region, 0, IndexSpaces::of_rows(space), 0)?;
         let published: Arc<dyn Mirror> = copy.clone();
         publish(&published);
         let mut free = Bitmap::new(positions)?;
@@ -149,10 +146,9 @@ impl Stage {
             free,
             window: None,
             page_size: slots.page_size(),
-            completer,
+            kernels,
             ahead: AHEAD,
-            values: Vec::new(),
-            wide: Vec::new(),
+            slots: SlotList::default(),
         })
     }
 
@@ -187,26 +183,34 @@ impl Stage {
         }
         self.check_writable(stream)?;
         self.leave_window();
-        let mut values = std::mem::take(&mut self.values);
-        values.clear();
-        self.list(&mut values, runs);
-        values.truncate(count);
+        let mut slots = std::mem::take(&mut self.slots);
+        slots.clear();
+        self.list(&mut slots, runs);
+        slots.truncate(count);
         let mut next = VecDeque::new();
         upcoming(self.ahead.saturating_sub(count).div_ceil(self.page_size), &mut next);
-        self.list(&mut values, &next);
-        let written = self.write(count, &values, stream);
-        self.values = values;
-        let (positions, written) = written?;
+        self.list(&mut slots, &next);
+        let written = self.write(count, &slots, stream);
+        self.slots = slots;
+        let positions = written?;
+        let written = match Event::record(&self.gpu, stream) {
+            Ok(written) => Arc::new(written),
+            Err(failure) => {
+                self.free.insert_run(positions.start, positions.len());
+                return Err(failure);
+            }
+        };
         let rest = positions.start + count..positions.end;
         self.window = Some(Window { positions: rest, runs: next, written, ordered: vec![stream] });
         self.view(positions.start..positions.start + count, stream)
     }
 
     /// Appends the slots of `runs`.
-    fn list<'a>(&self, values: &mut Vec<i32>, runs: impl IntoIterator<Item = &'a Run<Page>>) {
+    fn list<'a>(&self, slots: &mut SlotList, runs: impl IntoIterator<Item = &'a Run<Page>>) {
         let page_size = narrow(self.page_size);
-        for pages in runs.into_iter().map(|run| run.range()) {
-            values.extend((pages.start * page_size..pages.end * page_size).map(u32::cast_signed));
+        for run in runs {
+            let start = Slot::new(run.start.number() * page_size);
+            slots.push(Run { start, len: run.len * page_size });
         }
     }
 
@@ -216,7 +220,7 @@ impl Stage {
         self.ring.backpressure_event(0)
     }
 
-    /// Returns whether `count` slots can be handed out without a copy, provided that they are the predicted
+    /// Returns whether `count` slots can be handed out without a write, provided that they are the predicted
     /// ones.
     pub(super) fn has_ready(&self, count: usize) -> bool {
         self.window.as_ref().is_some_and(|window| window.positions.len() >= count)
@@ -232,25 +236,25 @@ impl Stage {
         self.gpu.check_can_order(&self.users.streams(), stream)
     }
 
-    /// Writes numbers to the stage, and returns a tensor of them that is valid on `stream`.
-    pub(super) fn tensor_of(&mut self, values: &[i32], stream: Stream) -> Result<TensorView> {
+    /// Writes slots, or other numbers, to the stage, and returns a tensor of them that is valid on `stream`.
+    pub(super) fn tensor_of(&mut self, slots: &SlotList, stream: Stream) -> Result<TensorView> {
         self.check_writable(stream)?;
-        let (positions, _) = self.write(values.len(), values, stream)?;
+        let positions = self.write(slots.len(), slots, stream)?;
         self.view(positions, stream)
     }
 
-    /// Works like [`Self::tensor_of`] for the slots of a batch that grows. The padding slot in `values` stands for
+    /// Works like [`Self::tensor_of`] for the slots of a batch that grows. The padding slot in `slots` stands for
     /// those that continue a page behind a slot of `last_loc`, which only the device has: a launch writes
     /// them.
     pub(super) fn complete(
         &mut self,
-        values: &[i32],
+        slots: &SlotList,
         last_loc: &BorrowedTensor<'_>,
         grown: &GrowingBatch<'_>,
         stream: Stream,
     ) -> Result<TensorView> {
-        let view = self.tensor_of(values, stream)?;
-        if let Executor::Device(launcher) = &self.completer {
+        let view = self.tensor_of(slots, stream)?;
+        if let Executor::Device(launcher) = &self.kernels {
             launcher.continue_pages(&view.borrow(), last_loc, grown, stream)?;
         }
         Ok(view)
@@ -258,13 +262,19 @@ impl Stage {
 
     /// Reports, once, a last slot of an earlier [`Self::complete`] that does not end its request.
     pub(super) fn take_fault(&self) -> Result<()> {
-        self.completer.take_fault()
+        self.kernels.take_fault()
     }
 
     /// Calls `read` with the slots that a tensor of this stage was made of.
-    pub(super) fn with_listed<R>(&self, view: &TensorView, read: impl FnOnce(&[i32]) -> R) -> R {
+    pub(super) fn with_listed<R>(
+        &self,
+        view: &TensorView,
+        read: impl FnOnce(&mut dyn Iterator<Item = i32>) -> R,
+    ) -> R {
         let first = (view.borrow().address().as_ptr().addr() - self.copy.addresses.start) / self.size();
-        self.copy.locked(|values| read(&values[first..first + view.shape().numel()]))
+        self.copy.locked(|slots| {
+            read(&mut (first..first + view.shape().numel()).map(|position| slots.at(position)))
+        })
     }
 
     /// Records that work on `stream` reads a tensor of this stage.
@@ -348,17 +358,17 @@ impl Stage {
         Ok(best)
     }
 
-    /// Writes at least the first `least` of `values` to free positions. Also returns the event after the
-    /// write.
-    fn write(&mut self, least: usize, values: &[i32], stream: Stream) -> Result<(Range<usize>, Arc<Event>)> {
-        let positions = self.take_run(least, values.len())?;
-        let written = self.copy_in(&positions, &values[..positions.len()], stream).inspect_err(|_| {
+    /// Writes at least the first `least` of `slots` to free positions.
+    fn write(&mut self, least: usize, slots: &SlotList, stream: Stream) -> Result<Range<usize>> {
+        let positions = self.take_run(least, slots.len())?;
+        self.write_to(&positions, slots, stream).inspect_err(|_| {
             self.free.insert_run(positions.start, positions.len());
         })?;
-        Ok((positions, written))
+        Ok(positions)
     }
 
-    fn copy_in(&mut self, positions: &Range<usize>, values: &[i32], stream: Stream) -> Result<Arc<Event>> {
+    /// Fills positions with the first ones of `slots`.
+    fn write_to(&self, positions: &Range<usize>, slots: &SlotList, stream: Stream) -> Result<()> {
         // The tensors over these positions were dropped, but work on their streams may still read them. Streams
         // that have no tensor enqueue no more such work: this one stands for them from now on.
         let readers = &self.readers;
@@ -369,17 +379,28 @@ impl Stage {
         self.gpu.make_stream_wait(taken.before(), stream)?;
         self.users.record(stream);
         taken.forget();
-        let target = self.region.range(positions.start * self.size(), values.len() * self.size())?;
-        let written = match self.copy.dtype {
-            IndexDType::I32 => self.ring.upload_to(target, values, stream)?,
-            IndexDType::I64 => {
-                self.wide.clear();
-                self.wide.extend(values.iter().copied().map(i64::from));
-                self.ring.upload_to(target, &self.wide, stream)?
+        let target = self.region.range(positions.start * self.size(), positions.len() * self.size())?;
+        match &self.kernels {
+            Executor::Device(launcher) if slots.runs().len() <= MAX_RUNS => {
+                launcher.list_runs(target, self.copy.dtype, slots.runs(), stream)?;
             }
-        };
-        self.copy.locked(|copy| copy[positions.clone()].copy_from_slice(values));
-        Ok(written)
+            // So many short runs are listed here: a copy carries more numbers than a launch.
+            _ => {
+                let listed = slots.iter().take(positions.len());
+                match self.copy.dtype {
+                    IndexDType::I32 => self.ring.upload_to(
+                        target,
+                        &listed.map(u32::cast_signed).collect::<Vec<_>>(),
+                        stream,
+                    )?,
+                    IndexDType::I64 => {
+                        self.ring.upload_to(target, &listed.map(i64::from).collect::<Vec<_>>(), stream)?
+                    }
+                };
+            }
+        }
+        self.copy.locked(|mirror| mirror.write(positions.clone(), slots));
+        Ok(())
     }
 
     /// Makes the window valid on `stream`.

@@ -88,7 +88,7 @@ impl AllocatorConfig {
 /// Hands out token slots of a [`KvPool`] as tensors of int32 or int64 and takes them back. Calls are atomic
 /// and thread-safe.
 ///
-/// On a GPU the tensors are views of a stage, to which the next slots are copied ahead of time, so `alloc`
+/// On a GPU the tensors are views of a stage, to which the next slots are sent ahead of time, so `alloc`
 /// and `free` make no driver call as long as slots come in the predicted order. The values of a freed tensor
 /// are read from the host's mirror of the stage or of a request table. Values that the host does not know
 /// (written to, computed, foreign) are copied asynchronously; their slots become free when the copy

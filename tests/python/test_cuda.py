@@ -71,16 +71,89 @@ def test_a_steady_pair_makes_no_driver_call(
     assert allocator.available_size() == allocator.size
 
 
-def test_many_pairs_make_few_copies_and_never_wait(driver: Driver) -> None:
+def test_many_pairs_make_few_launches_and_never_wait(driver: Driver) -> None:
     allocator = make_allocator(1 << 16)
     driver.reset_calls()
     for _ in range(4000):
         allocator.free(some(allocator.alloc(16)))
-    copies = driver.calls("cuMemcpyHtoDAsync_v2")
+    launches = driver.calls("cuLaunchKernel")
     # Once per staged batch, and once per merge of the whole pool.
-    assert 0 < copies < 40
+    assert 0 < launches < 40
+    assert driver.calls("cuEventRecord") == launches
     assert [driver.calls(name) for name in (*WAITS, *MEMORY)] == [0] * 7
-    assert driver.calls("cuLaunchKernel") == 0
+    assert driver.calls("cuMemcpyHtoDAsync_v2") == 0
+
+
+def test_a_batch_costs_one_launch_and_no_event(driver: Driver) -> None:
+    allocator = make_allocator(1 << 16, 16)
+    first = some(allocator.alloc_extend([0] * 32, [509] * 32, [-1] * 32))
+    driver.run()
+    driver.reset_calls()
+    some(allocator.alloc_decode([510] * 32, first[508::509]))
+    allocator.free(first)
+    assert driver.calls("cuLaunchKernel") == 1
+    assert [driver.calls(name) for name in ("cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery")] == [0] * 3
+    assert allocator.available_size() == 1 << 16
+
+
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("runs", [1, 508, 509, 510, 1300])
+def test_runs_cross_with_a_launch_or_their_slots_are_copied(driver: Driver, runs: int, index_dtype: str) -> None:
+    allocator = make_allocator(3 * runs, index_dtype=index_dtype)
+    every = some(allocator.alloc(3 * runs))
+    pairs = [slot for slot in range(1, 3 * runs + 1) if slot % 3]
+    allocator.free(pairs)
+    driver.run()
+    driver.reset_calls()
+    taken = some(allocator.alloc(2 * runs))
+    writes = [driver.calls(name) for name in ("cuLaunchKernel", "cuMemcpyHtoDAsync_v2")]
+    assert writes == ([1, 0] if runs <= 509 else [0, 1])
+    assert taken.tolist() == pairs
+    assert every.tolist() == list(range(1, 3 * runs + 1))
+
+
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("need_sort", [True, False])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_any_part_of_slots_is_freed_as_on_the_host(
+    driver: Driver, page_size: int, need_sort: bool, index_dtype: str
+) -> None:
+    options: Any = {"need_sort": need_sort, "index_dtype": index_dtype}
+    pools = [TokenToKVPoolAllocator(4096, device, page_size, **options) for device in ("cuda", "cpu")]
+    numbers = np.random.default_rng(7)
+    kept: list[list[torch.Tensor]] = []
+    driver.reset_calls()
+    for _ in range(300):
+        if kept and numbers.random() < 0.6:
+            which = int(numbers.integers(len(kept)))
+            first, last = sorted(numbers.integers(0, len(kept[which][0]) + 1, 2))
+            step = int(numbers.choice([1, 1, 2, 3]))
+            for pool, slots in zip(pools, kept[which], strict=True):
+                pool.free(slots[first:last:step])
+            # What is left, and sometimes a part of this once more, is freed later.
+            if numbers.random() < 0.5:
+                kept.pop(which)
+        else:
+            lens = [int(length) for length in numbers.integers(1, 400, numbers.integers(1, 4))]
+            nothing = [0] * len(lens)
+            batch = numbers.random() < 0.5
+            taken = [
+                pool.alloc_extend(nothing, lens, nothing) if batch else pool.alloc(sum(lens)) for pool in pools
+            ]
+            if taken[1] is None:
+                assert taken[0] is None
+                kept.clear()
+                for pool in pools:
+                    pool.clear()
+                continue
+            kept.append([some(slots) for slots in taken])
+            assert kept[-1][0].tolist() == kept[-1][1].tolist()
+        on_device, on_host = ((pool.available_size(), pool.stats()["dropped_frees"]) for pool in pools)
+        assert on_device == on_host
+    assert pools[0].stats()["dropped_frees"] > 0
+    assert driver.calls("cuMemcpyDtoHAsync_v2") == 0
+    for pool in pools:
+        pool.verify()
 
 
 def test_a_slice_of_the_table_is_freed_without_the_driver(driver: Driver) -> None:
@@ -709,7 +782,8 @@ def test_last_slots_that_only_the_gpu_knows_give_the_same_slots(
         taken = some(getattr(unknown, name)(*lens, computed))
         assert [driver.calls(wait) for wait in WAITS] == [0] * 3
         continues = any(length % 8 and end > length for length, end in zip(prefix, seq, strict=True))
-        assert driver.calls("cuLaunchKernel") == int(continues)
+        # One lists the slots, and one adds those that only the GPU knows.
+        assert driver.calls("cuLaunchKernel") == int(prefix != seq) + int(continues)
         assert (taken.dtype, taken.tolist()) == (expected.dtype, expected.tolist())
         slots = iter(expected.tolist())
         for request, length, end in zip(batch, prefix, seq, strict=True):

@@ -157,6 +157,25 @@ def test_every_driver_call_of_an_engine_may_fail(driver: Driver, page_size: int,
     assert failures > least
 
 
+@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuEventRecord"])
+def test_slots_that_could_not_be_written_are_not_taken(driver: Driver, call: str) -> None:
+    allocator = TokenToKVPoolAllocator(64, "cuda", 4)
+    # Often enough to fill the stage, if the positions were lost.
+    for _ in range(2300):
+        driver.fail(call)
+        with pytest.raises(DriverError, match=call):
+            allocator.alloc(60)
+        if call == "cuLaunchKernel":
+            driver.fail(call)
+            with pytest.raises(DriverError, match=call):
+                allocator.alloc_extend([0, 0], [30, 30], [-1, -1])
+        assert allocator.available_size() == 64
+    allocator.verify()
+    slots = allocator.alloc(64)
+    assert slots is not None
+    assert sorted(slots.tolist()) == list(range(4, 68))
+
+
 # A device that has failed for good, and a driver that goes
 
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use kvpool::base::{ErrorKind, Id, IndexVec, Page};
 use kvpool::index::{
     AddressSpace, BadFree, Bitmap, FreeList, LastLoc, Move, OnBadFree, Order, Rounding, Run, SlotAllocator,
-    ascending_runs, plan_moves,
+    SlotList, ascending_runs, plan_moves,
 };
 use proptest::prelude::*;
 
@@ -210,6 +210,13 @@ proptest! {
         let last: Vec<i64> = held.iter().map(|slots| slots.last().map_or(-1, |&slot| i64::from(slot))).collect();
         let before = slots.clone();
         let extension = slots.extend::<i32>(&prefix, &seq, LastLoc::Known(&last)).unwrap().unwrap();
+        for last in [LastLoc::Known(&last), LastLoc::OnDevice(last.len())] {
+            let mut list = SlotList::default();
+            let listed = before.clone().extend::<i32>(&prefix, &seq, last).unwrap().unwrap();
+            let continued = before.clone().extend_runs(&prefix, &seq, last, &mut list).unwrap().unwrap();
+            prop_assert_eq!(list.iter().map(u32::cast_signed).collect::<Vec<_>>(), listed.slots);
+            prop_assert_eq!(continued, listed.continued);
+        }
         let mut undone = slots.clone();
         undone.undo(&extension.slots, &extension.continued);
         prop_assert_eq!(undone.broken_invariant(), None);

@@ -13,7 +13,7 @@ use super::images::{Compiled, PLAN, PLAN_LONG, ROWS, TABLE};
 use super::numbers::{LONG_PARAMS, LONG_PARAMS_SINCE, LONGEST_PARAMS, WithList};
 use super::params::{
     ColumnsParams, ContinueParams, GatherParams, KvIndicesParams, MoveParams, OrderParams, PagesParams,
-    PlanParams, PointsParams, ReadParams, StoreParams, ZeroParams,
+    PlanParams, PointsParams, ReadParams, RunsParams, StoreParams, ZeroParams,
 };
 
 /// A kernel that takes a `P`, its only parameter.
@@ -114,6 +114,7 @@ pub(super) struct Kernels {
     pub(super) continue_pages: TypedFunction<WithList<ContinueParams>>,
     pub(super) copy_pages: TypedFunction<WithList<PagesParams>>,
     pub(super) read_indices: TypedFunction<ReadParams>,
+    pub(super) list_runs: TypedFunction<WithList<RunsParams>>,
 }
 
 impl Kernels {
@@ -169,6 +170,7 @@ impl Kernels {
             c"kvpool_kv_indices_listed",
             c"kvpool_read_indices",
             c"kvpool_continue_pages",
+            c"kvpool_list_runs",
         ];
         let [
             points,
@@ -179,6 +181,7 @@ impl Kernels {
             kv_indices_listed,
             read_indices,
             continue_pages,
+            list_runs,
         ] = load(gpu, &TABLE, table)?;
         let kernels = Arc::new(Self {
             device: gpu.device(),
@@ -197,6 +200,7 @@ impl Kernels {
             continue_pages: TypedFunction::new(continue_pages),
             copy_pages: TypedFunction::new(copy_pages),
             read_indices: TypedFunction::new(read_indices),
+            list_runs: TypedFunction::new(list_runs),
         });
         loaded.push(Arc::clone(&kernels));
         Ok(kernels)
@@ -243,6 +247,7 @@ mod tests {
             ("kvpool_plan_longest", LONGEST_PARAMS * size_of::<i32>()),
             ("kvpool_copy_pages", PARAMS * size_of::<i32>()),
             ("kvpool_continue_pages", PARAMS * size_of::<i32>()),
+            ("kvpool_list_runs", PARAMS * size_of::<i32>()),
             ("kvpool_read_indices", size_of::<ReadParams>()),
         ]);
         let declared = [PLAN, PLAN_LONG, ROWS, TABLE];

@@ -250,6 +250,16 @@ pub(super) struct ContinueParams {
     pub(super) is_wide: i32,
 }
 
+/// `RunsParams`.
+#[repr(C)]
+pub(super) struct RunsParams {
+    pub(super) out: *mut c_void,
+    pub(super) count: u32,
+    pub(super) runs: u32,
+    pub(super) is_wide: i32,
+    pub(super) unused: i32,
+}
+
 /// `ReadParams`.
 #[repr(C)]
 pub(super) struct ReadParams {
@@ -276,6 +286,7 @@ const _: () = {
     assert!(size_of::<KvIndicesParams>() == 48 + 2 * 160);
     assert!(size_of::<PlanParams>() == 136);
     assert!(size_of::<ContinueParams>() == 8 + 160 + 40);
+    assert!(size_of::<RunsParams>() == 24);
     assert!(size_of::<ReadParams>() == 176);
 };
 

@@ -8,7 +8,7 @@ use crate::kernels::Indices;
 use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Stream};
 use crate::pool::deferred::{FreedAs, FreedValues, Values, abandon, slots_of};
 use crate::pool::fences::{Fence, Fences};
-use crate::pool::mirror::known_values;
+use crate::pool::mirror::{known_runs, known_values};
 
 use super::SlotTensors;
 use super::grants::{HeldGrant, TensorOrigin, Unproven, Writes, needs_proof};
@@ -159,6 +159,11 @@ impl SlotTensors {
         {
             return self.free_held(values, source, fence);
         }
+        if source.is_none()
+            && let Some(bad) = self.free_runs(given, fence)?
+        {
+            return Ok(Freed::Done(bad));
+        }
         let Some(values) = self.values_of(given, keep, stream)? else { return Ok(Freed::Unread) };
         let Values::Known(values) = values else {
             let part = FreedValues { values, freed_as: FreedAs::Slots };
@@ -173,6 +178,21 @@ impl SlotTensors {
         };
         refused.append(self.free_parts(vec![FreedValues::of_slots(values)], fence)?);
         Ok(Freed::Done(refused))
+    }
+
+    /// Frees the slots of a tensor on a device that the host has as a few long runs, as most tensors of slots are,
+    /// without a list of them. Returns `None`, and frees nothing, if the values have to be looked at.
+    fn free_runs(&mut self, given: &Indices<'_>, fence: Option<FenceId>) -> Result<Option<BadFrees>> {
+        let (Indices::Device { tensor, version }, Some(source)) = (given, Source::of(given)) else {
+            return Ok(None);
+        };
+        if self.must_wait_behind(fence) {
+            return Ok(None);
+        }
+        let Some(slots) = known_runs(tensor, *version) else { return Ok(None) };
+        self.check_process()?;
+        let held = self.grants.held_as_runs(&source);
+        self.slots.free_runs(&slots, held, fence, self.on_bad_free)
     }
 
     /// Splits off the values that a caller who has read them from `source` no longer has.
