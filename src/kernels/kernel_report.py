@@ -87,7 +87,14 @@ class Case:
 CASES = (
     Case("store, words", "rows", "kvpool_store_wide", (WIDE, 4), (WIDE, 4)),
     Case("store, listed", "rows", "kvpool_store_wide_listed", (WIDE, 4), (WIDE, 4), others=0),
-    Case("store, bf16 to 8 bits, scaled", "rows", "kvpool_store_narrowed", (WIDE, 2), (8, 2), marks=("FFMA", 32)),
+    Case(
+        "store, bf16 to 8 bits, scaled",
+        "rows",
+        "kvpool_store_narrowed",
+        (WIDE, 2),
+        (8, 2),
+        marks=("FFMA", 32),
+    ),
     Case("gather", "rows", "kvpool_gather", (WIDE, 4), (WIDE, 4)),
     Case("move, copy", "rows", "kvpool_move", (WIDE, 4), (WIDE, 4), others=4),
     Case("zero, reset", "rows", "kvpool_zero", (WIDE, 0), (WIDE, 4)),

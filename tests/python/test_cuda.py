@@ -92,13 +92,14 @@ def test_a_batch_costs_one_launch_and_no_event(driver: Driver) -> None:
     some(allocator.alloc_decode([510] * 32, first[508::509]))
     allocator.free(first)
     assert driver.calls("cuLaunchKernel") == 1
-    assert [driver.calls(name) for name in ("cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery")] == [0] * 3
+    others = ("cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery")
+    assert [driver.calls(name) for name in others] == [0] * 3
     assert allocator.available_size() == 1 << 16
 
 
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
 @pytest.mark.parametrize("runs", [1, 508, 509, 510, 1300])
-def test_runs_cross_with_a_launch_or_their_slots_are_copied(driver: Driver, runs: int, index_dtype: str) -> None:
+def test_runs_cross_with_a_launch_or_are_copied(driver: Driver, runs: int, index_dtype: str) -> None:
     allocator = make_allocator(3 * runs, index_dtype=index_dtype)
     every = some(allocator.alloc(3 * runs))
     pairs = [slot for slot in range(1, 3 * runs + 1) if slot % 3]
@@ -138,7 +139,8 @@ def test_any_part_of_slots_is_freed_as_on_the_host(
             nothing = [0] * len(lens)
             batch = numbers.random() < 0.5
             taken = [
-                pool.alloc_extend(nothing, lens, nothing) if batch else pool.alloc(sum(lens)) for pool in pools
+                pool.alloc_extend(nothing, lens, nothing) if batch else pool.alloc(sum(lens))
+                for pool in pools
             ]
             if taken[1] is None:
                 assert taken[0] is None
