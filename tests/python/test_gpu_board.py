@@ -246,10 +246,8 @@ def test_a_board_is_collected_from_its_groups() -> None:
 def test_rows_are_made_without_a_peer_that_does_not_compile(
     monkeypatch: pytest.MonkeyPatch, code: str, why: str
 ) -> None:
-    process = subprocess.Popen([sys.executable, "-S", "-c", code])
-    found = board.finished(process, 1 if "sleep" in code else 60)
-    process.kill()
-    process.wait()
+    monkeypatch.setattr(board, "COMPILE_SECONDS", 1 if "sleep" in code else 60)
+    found = board.compiled([sys.executable, "-S", "-c", code], dict(os.environ))
     assert found == ({board_peers.NO_FLASHINFER: why} if why else {})
     if why:
         monkeypatch.setenv(*found.popitem())
