@@ -1,6 +1,6 @@
 //! Slots in the order of a tensor, as runs.
 
-use crate::base::bounded::narrow;
+use crate::base::bounded::{int32, narrow};
 use crate::base::{Id, PADDING, Result, Slot, try_reserve, widen};
 
 use super::free_list::Run;
@@ -45,14 +45,23 @@ impl SlotList {
     /// Same as [`SlotList::of`].
     pub fn extend(&mut self, numbers: &[i32]) -> Result<()> {
         let mut remaining = numbers;
-        while let Some(&first) = remaining.first() {
-            let start = first.cast_unsigned();
-            let len = if start == PADDING { 1 } else { run_len(remaining) };
-            self.reserve(1)?;
-            self.push(Run { start: Slot::new(start), len: narrow(len) });
-            remaining = &remaining[len..];
+        while !remaining.is_empty() {
+            remaining = self.extend_by_run(remaining)?;
         }
         Ok(())
+    }
+
+    /// Appends the first run of `numbers`, which are not negative, and returns those behind it.
+    ///
+    /// # Errors
+    /// Same as [`SlotList::of`].
+    pub fn extend_by_run<'a>(&mut self, numbers: &'a [i32]) -> Result<&'a [i32]> {
+        let Some(&first) = numbers.first() else { return Ok(numbers) };
+        let start = first.cast_unsigned();
+        let len = if start == PADDING { 1 } else { run_len(numbers) };
+        self.reserve(1)?;
+        self.push(Run { start: Slot::new(start), len: narrow(len) });
+        Ok(&numbers[len..])
     }
 
     /// Returns the number of slots.
@@ -76,6 +85,26 @@ impl SlotList {
     /// Iterates over the slots.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.runs.iter().flat_map(|run| run.range())
+    }
+
+    /// Appends the first `count` slots, as numbers, to `to`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has none.
+    pub fn list(&self, count: usize, to: &mut Vec<i32>) -> Result<()> {
+        try_reserve(to, count)?;
+        let mut left = count;
+        for run in &self.runs {
+            let first = run.start.number().cast_signed();
+            match left.min(widen(run.len)) {
+                0 => break,
+                // As most of those that are listed are.
+                1 => to.push(first),
+                len => to.extend(first..first + int32(len)),
+            }
+            left -= left.min(widen(run.len));
+        }
+        Ok(())
     }
 
     /// Makes room for `count` more runs, so that [`SlotList::push`] needs no memory.
@@ -138,6 +167,9 @@ mod tests {
         let all: Vec<i32> = (5..9).chain(20..23).chain(2..3).collect();
         for len in 0..=all.len() {
             let mut slots = SlotList::of(&all).expect("there is memory");
+            let mut listed = vec![1];
+            slots.list(len, &mut listed).expect("there is memory");
+            assert_eq!((listed[0], &listed[1..]), (1, &all[..len]));
             slots.truncate(len);
             assert_eq!(slots, SlotList::of(&all[..len]).expect("there is memory"));
         }

@@ -8,7 +8,9 @@ use std::sync::Arc;
 
 use crate::base::bounded::narrow;
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{DType, Error, ErrorKind, Id, IndexDType, Page, Result, Slot, bytes_of, widen};
+use crate::base::{
+    DType, Error, ErrorKind, Id, IndexDType, Page, Result, Slot, bytes_of, try_reserve, widen,
+};
 use crate::index::{Bitmap, Run, SlotAllocator, SlotList};
 use crate::kernels::{Executor, GrowingBatch, IndexSpace, IndexSpaces, MAX_RUNS};
 use crate::memory::{
@@ -31,8 +33,9 @@ const ALIGNED: usize = 4;
 ///
 /// A write to the device brings the requested slots and, behind them, those predicted to come next. As long as
 /// the prediction holds (every request is compared with it), handing out moves a cursor and makes no driver
-/// call. Slots are written as runs, which a kernel lists; very many short runs are copied as a list. Positions are reused when their tensors are dropped. Nothing is allocated after construction, so
-/// live tensors are bounded: tensors over more positions than the stage has are an error.
+/// call. Slots are written as runs, which a kernel lists; very many short runs are copied as a list. Positions
+/// are reused when their tensors are dropped. Nothing is allocated on the device after construction, so live
+/// tensors are bounded: tensors over more positions than the stage has are an error.
 #[derive(Debug)]
 pub(super) struct Stage {
     gpu: Arc<Gpu>,
@@ -54,6 +57,9 @@ pub(super) struct Stage {
     ahead: usize,
     /// The slots of the current write; kept for its capacity.
     slots: SlotList,
+    /// As numbers, if they are copied, and as int64 for a stage of those; kept for their capacity.
+    listed: Vec<i32>,
+    wide: Vec<i64>,
 }
 
 /// Returns the bytes of a stage for tensors over up to `slots` live slots, and as many freed ones.
@@ -149,6 +155,8 @@ impl Stage {
             kernels,
             ahead: AHEAD,
             slots: SlotList::default(),
+            listed: Vec::new(),
+            wide: Vec::new(),
         })
     }
 
@@ -184,34 +192,50 @@ impl Stage {
         self.check_writable(stream)?;
         self.leave_window();
         let mut slots = std::mem::take(&mut self.slots);
-        slots.clear();
-        self.list(&mut slots, runs);
-        slots.truncate(count);
         let mut next = VecDeque::new();
-        upcoming(self.ahead.saturating_sub(count).div_ceil(self.page_size), &mut next);
-        self.list(&mut slots, &next);
-        let written = self.write(count, &slots, stream);
+        let written = self.write_ahead(&mut slots, runs, count, &mut next, upcoming, stream);
         self.slots = slots;
-        let positions = written?;
-        let written = match Event::record(&self.gpu, stream) {
-            Ok(written) => Arc::new(written),
-            Err(failure) => {
-                self.free.insert_run(positions.start, positions.len());
-                return Err(failure);
-            }
-        };
+        let (positions, written) = written?;
         let rest = positions.start + count..positions.end;
         self.window = Some(Window { positions: rest, runs: next, written, ordered: vec![stream] });
         self.view(positions.start..positions.start + count, stream)
     }
 
+    /// Writes the first `count` slots of `runs` and those behind them, which `next` gets, by way of `slots`. Also returns
+    /// the event after the write.
+    fn write_ahead(
+        &mut self,
+        slots: &mut SlotList,
+        runs: &[Run<Page>],
+        count: usize,
+        next: &mut VecDeque<Run<Page>>,
+        upcoming: impl FnOnce(usize, &mut VecDeque<Run<Page>>),
+        stream: Stream,
+    ) -> Result<(Range<usize>, Arc<Event>)> {
+        slots.clear();
+        self.list(slots, runs.iter())?;
+        slots.truncate(count);
+        upcoming(self.ahead.saturating_sub(count).div_ceil(self.page_size), next);
+        self.list(slots, next.iter())?;
+        let (positions, copied) = self.write(count, slots, stream)?;
+        let written = copied.map_or_else(|| Event::record(&self.gpu, stream).map(Arc::new), Ok);
+        let written = written.inspect_err(|_| self.free.insert_run(positions.start, positions.len()))?;
+        Ok((positions, written))
+    }
+
     /// Appends the slots of `runs`.
-    fn list<'a>(&self, slots: &mut SlotList, runs: impl IntoIterator<Item = &'a Run<Page>>) {
+    fn list<'a>(
+        &self,
+        slots: &mut SlotList,
+        runs: impl ExactSizeIterator<Item = &'a Run<Page>>,
+    ) -> Result<()> {
+        slots.reserve(runs.len())?;
         let page_size = narrow(self.page_size);
         for run in runs {
             let start = Slot::new(run.start.number() * page_size);
             slots.push(Run { start, len: run.len * page_size });
         }
+        Ok(())
     }
 
     /// Returns an event to wait for, without locks, before more slots are sent to the device, if it is far
@@ -239,7 +263,7 @@ impl Stage {
     /// Writes slots, or other numbers, to the stage, and returns a tensor of them that is valid on `stream`.
     pub(super) fn tensor_of(&mut self, slots: &SlotList, stream: Stream) -> Result<TensorView> {
         self.check_writable(stream)?;
-        let positions = self.write(slots.len(), slots, stream)?;
+        let (positions, _) = self.write(slots.len(), slots, stream)?;
         self.view(positions, stream)
     }
 
@@ -358,17 +382,28 @@ impl Stage {
         Ok(best)
     }
 
-    /// Writes at least the first `least` of `slots` to free positions.
-    fn write(&mut self, least: usize, slots: &SlotList, stream: Stream) -> Result<Range<usize>> {
+    /// Writes at least the first `least` of `slots` to free positions. Also returns the event after the write, if it is
+    /// a copy.
+    fn write(
+        &mut self,
+        least: usize,
+        slots: &SlotList,
+        stream: Stream,
+    ) -> Result<(Range<usize>, Option<Arc<Event>>)> {
         let positions = self.take_run(least, slots.len())?;
-        self.write_to(&positions, slots, stream).inspect_err(|_| {
+        let written = self.write_to(&positions, slots, stream).inspect_err(|_| {
             self.free.insert_run(positions.start, positions.len());
         })?;
-        Ok(positions)
+        Ok((positions, written))
     }
 
     /// Fills positions with the first ones of `slots`.
-    fn write_to(&self, positions: &Range<usize>, slots: &SlotList, stream: Stream) -> Result<()> {
+    fn write_to(
+        &mut self,
+        positions: &Range<usize>,
+        slots: &SlotList,
+        stream: Stream,
+    ) -> Result<Option<Arc<Event>>> {
         // The tensors over these positions were dropped, but work on their streams may still read them. Streams
         // that have no tensor enqueue no more such work: this one stands for them from now on.
         let readers = &self.readers;
@@ -380,27 +415,28 @@ impl Stage {
         self.users.record(stream);
         taken.forget();
         let target = self.region.range(positions.start * self.size(), positions.len() * self.size())?;
-        match &self.kernels {
-            Executor::Device(launcher) if slots.runs().len() <= MAX_RUNS => {
-                launcher.list_runs(target, self.copy.dtype, slots.runs(), stream)?;
-            }
-            // So many short runs are listed here: a copy carries more numbers than a launch.
-            _ => {
-                let listed = slots.iter().take(positions.len());
-                match self.copy.dtype {
-                    IndexDType::I32 => self.ring.upload_to(
-                        target,
-                        &listed.map(u32::cast_signed).collect::<Vec<_>>(),
-                        stream,
-                    )?,
-                    IndexDType::I64 => {
-                        self.ring.upload_to(target, &listed.map(i64::from).collect::<Vec<_>>(), stream)?
-                    }
-                };
-            }
+        if let Executor::Device(launcher) = &self.kernels
+            && slots.runs().len() <= MAX_RUNS
+        {
+            launcher.list_runs(target, self.copy.dtype, slots.runs(), stream)?;
+            self.copy.locked(|mirror| mirror.write(positions.clone(), slots));
+            return Ok(None);
         }
-        self.copy.locked(|mirror| mirror.write(positions.clone(), slots));
-        Ok(())
+        // So many short runs are listed here: a copy carries more numbers than a launch.
+        let Self { listed, wide, ring, copy, .. } = self;
+        listed.clear();
+        slots.list(positions.len(), listed)?;
+        let written = match copy.dtype {
+            IndexDType::I32 => ring.upload_to(target, listed, stream)?,
+            IndexDType::I64 => {
+                wide.clear();
+                try_reserve(wide, listed.len())?;
+                wide.extend(listed.iter().copied().map(i64::from));
+                ring.upload_to(target, wide, stream)?
+            }
+        };
+        copy.locked(|mirror| mirror.write_listed(positions.start, listed));
+        Ok(Some(written))
     }
 
     /// Makes the window valid on `stream`.

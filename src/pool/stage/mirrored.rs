@@ -64,6 +64,19 @@ impl MirroredSlots {
         }
     }
 
+    /// Sets the slots at positions from `first` on. Needs no memory.
+    pub(super) fn write_listed(&mut self, first: usize, slots: &[i32]) {
+        let end = first + slots.len();
+        // Other slots of the blocks at both ends stay.
+        for edge in [first, end] {
+            if !edge.is_multiple_of(BLOCK) {
+                self.list(edge / BLOCK);
+            }
+        }
+        self.blocks[first / BLOCK..end.div_ceil(BLOCK)].fill(PADDING.cast_signed());
+        self.listed[first..end].copy_from_slice(slots);
+    }
+
     /// Lists the slots of a block one by one.
     fn list(&mut self, block: usize) {
         let first = std::mem::replace(&mut self.blocks[block], PADDING.cast_signed());
@@ -111,21 +124,23 @@ impl MirroredSlots {
         let positions = self.positions(first, 1, count)?;
         let most = (count / LONG).max(1);
         let mut slots = SlotList::default();
-        let is_known = self.pieces(positions).all(|piece| {
-            let is_known = match piece {
+        for piece in self.pieces(positions) {
+            match piece {
                 Piece::Run { start, len } => {
-                    let run = Run { start: Slot::new(start.cast_unsigned()), len: narrow(len) };
-                    slots.reserve(1).is_ok_and(|()| {
-                        slots.push(run);
-                        true
-                    })
+                    slots.reserve(1).ok()?;
+                    slots.push(Run { start: Slot::new(start.cast_unsigned()), len: narrow(len) });
                 }
-                Piece::Listed(listed) => {
-                    !listed.contains(&PADDING.cast_signed()) && slots.extend(listed).is_ok()
+                Piece::Listed(mut listed) => {
+                    while !listed.is_empty() && slots.runs().len() <= most {
+                        listed = slots.extend_by_run(listed).ok()?;
+                    }
                 }
-            };
-            is_known && slots.runs().len() <= most
-        });
+            }
+            if slots.runs().len() > most {
+                return None;
+            }
+        }
+        let is_known = slots.runs().iter().all(|run| run.start.number() != PADDING);
         is_known.then_some(slots)
     }
 
@@ -210,7 +225,11 @@ mod tests {
                 }
                 let runs = SlotList::of(&written).expect("there is memory");
                 let count = written.len().min(POSITIONS - first);
-                slots.write(first..first + count, &runs);
+                if below(&mut seed, 2) == 0 {
+                    slots.write(first..first + count, &runs);
+                } else {
+                    slots.write_listed(first, &written[..count]);
+                }
                 model.0[first..first + count].copy_from_slice(&written[..count]);
                 model.check(&slots);
             }
