@@ -481,19 +481,16 @@ impl Launcher {
     /// copies of the driver, of as many pieces as lie in a row, move them over the bus.
     fn copy_staged_pages(&self, plan: &PagePlan<'_>, staged: &StagedCopy<'_>, stream: Stream) -> Result<()> {
         let piece_at = usize::from(plan.direction == PageCopy::Out);
-        let mut indices: Vec<[i32; 2]> = try_with_capacity(plan.indices.len())?;
-        indices.extend(&plan.indices);
+        let mut indices = try_collect(plan.indices.iter().copied())?;
         indices.sort_unstable_by_key(|pair| pair[piece_at]);
         let area = staged.area();
         let filling = staged.filling.map_or_else(|| area.begin(stream), Ok)?;
         for batch in indices.chunks_mut(staged.pieces_at_once()) {
-            let mut pieces: Vec<i32> = try_with_capacity(batch.len())?;
-            pieces.extend(batch.iter().map(|pair| pair[piece_at]));
+            let pieces = try_collect(batch.iter().map(|pair| pair[piece_at]))?;
             batch.iter_mut().zip(0..).for_each(|(pair, at)| pair[piece_at] = at);
+            let indices = try_collect(batch.iter().copied())?;
             let within = |begin: usize, on: Stream| {
                 let kinds = [0, 1].map(|kind| staged.within_device(&plan.kinds[kind], plan.direction, begin));
-                let mut indices: Vec<[i32; 2]> = try_with_capacity(batch.len())?;
-                indices.extend(&*batch);
                 let within = PagePlan { kinds, indices, staging: None, ..*plan };
                 self.launch_page_copies(&within, GATHERING_BLOCKS, on)
             };

@@ -8,7 +8,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::bounded::{signed, unsigned};
-use crate::base::{ChunkId, DType, Device, Dims, Error, Id, Result, bytes_of, try_with_capacity, widen};
+use crate::base::{
+    ChunkId, DType, Device, Dims, Error, Id, Result, bytes_of, try_collect, try_with_capacity, widen,
+};
 use crate::memory::{BorrowedTensor, Region, Stream};
 
 use super::row_copy::{AHEAD, RowCopy};
@@ -248,8 +250,7 @@ impl Pieces {
         let layer = self.page_bytes.iter().sum::<usize>();
         let directly = LoadWay { layers_at_once: 1, filling: None };
         let Some(staging) = self.staging.as_ref().filter(|_| layer > 0) else { return Ok(directly) };
-        let mut pieces: Vec<_> = try_with_capacity(pairs.len())?;
-        pieces.extend(pairs.iter().map(|pair| pair.piece.number().cast_signed()));
+        let mut pieces = try_collect(pairs.iter().map(|pair| pair.piece.number().cast_signed()))?;
         pieces.sort_unstable();
         let copies = pieces.chunk_by(|before, next| staging.continues(*before, *next)).count();
         // Several layers make longer rows and longer copies, but those who wait for the first wait for all of them.

@@ -85,7 +85,7 @@ pub struct HostTier {
     states: Option<Storage>,
     kv: Arc<KvPool>,
     gdn: Option<Arc<GdnPool>>,
-    /// Device memory on the way down.
+    /// Device memory on the way down and on the way up.
     staging: Option<[Arc<StagingArea>; 2]>,
     down: CopyQueue,
     up: CopyQueue,
@@ -290,7 +290,7 @@ impl HostTier {
         self.storages().map(Storage::mem_bytes).sum()
     }
 
-    /// Returns the number of bytes of device memory through which copies come here.
+    /// Returns the number of bytes of device memory through which copies come here and go back.
     #[must_use]
     pub fn staging_bytes(&self) -> usize {
         self.staging.iter().flatten().map(|area| area.bytes()).sum()
@@ -556,12 +556,12 @@ impl HostTier {
             if direction == PageCopy::Out {
                 return kv.copy_pieces(&kv_pieces, direction, &pages, 0..layers, stream);
             }
-            if step == 0 {
-                way = Some(kv_pieces.begin_load(&pages, stream)?);
-            }
-            let Some(way) = &way else { return Ok(()) };
+            let way = match way {
+                Some(way) => way,
+                None => *way.insert(kv_pieces.begin_load(&pages, stream)?),
+            };
             let layers = way.layers(step, layers);
-            if layers.is_empty() { Ok(()) } else { kv.load_pieces(&kv_pieces, &pages, &layers, way, stream) }
+            if layers.is_empty() { Ok(()) } else { kv.load_pieces(&kv_pieces, &pages, &layers, &way, stream) }
         })
     }
 
