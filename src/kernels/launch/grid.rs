@@ -212,9 +212,9 @@ pub(super) fn ragged_grid(longest: usize, count: usize) -> Result<[u32; 2]> {
     const MOST: usize = 1024;
     /// A few for each multiprocessor: up to here a thread need not do several elements.
     const FEW: usize = 256;
-    let (longest, count) = (counted(longest)?, count.max(1));
-    let each = longest.div_ceil(BLOCK).min(FEW / count).max(longest.div_ceil(BLOCK * PAGES_AT_ONCE));
-    Ok([narrow(each.min(MOST.div_ceil(count))), narrow(count.min(MAX_Y))])
+    let (longest, segments) = (counted(longest)?, count.max(1));
+    let each = longest.div_ceil(BLOCK).min(FEW / segments).max(longest.div_ceil(BLOCK * PAGES_AT_ONCE));
+    Ok([narrow(each.min(MOST.div_ceil(segments))), narrow(count.min(MAX_Y))])
 }
 
 /// As [`ragged_grid`], for segments whose numbers are copied as they are: a block takes many of them at once.
@@ -328,6 +328,17 @@ mod tests {
         assert_eq!(grid, [36 * (512 + 12), 1]);
         assert_eq!((groups[0].blocks.by, groups[1].blocks.by), (512, 12));
         assert_eq!(states().for_rows(0).expect("nothing").1, [0, 1]);
+    }
+
+    #[test]
+    fn few_plans_have_a_thread_for_each_element() {
+        let of = |longest, count| ragged_grid(longest, count).expect("a grid");
+        assert_eq!(
+            [of(1024, 1), of(1024, 64), of(1024, 256), of(8192, 256)],
+            [[4, 1], [4, 64], [1, 256], [4, 256]]
+        );
+        assert_eq!([of(1 << 18, 1), of(1 << 21, 1), of(1, 70_000)], [[256, 1], [1024, 1], [1, 65_535]]);
+        assert_eq!([of(0, 3), of(5, 0)], [[0, 3], [1, 0]]);
     }
 
     #[test]
