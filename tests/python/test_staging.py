@@ -61,8 +61,8 @@ class LargeScene:
             for at in (0, WIDTH - 1)
         )
 
-    def save(self, *prompts: range, at_once: int) -> None:
-        """Some tokens of each, in turns."""
+    def keep_on_host(self, driver: Driver, *prompts: range, at_once: int) -> None:
+        """Saves some tokens of each, in turns, and evicts them from the device."""
         slots = [some(self.allocator.alloc(len(tokens))) for tokens in prompts]
         for its, tokens in zip(slots, prompts, strict=True):
             self.write(its.cpu().tolist(), tokens)
@@ -71,16 +71,15 @@ class LargeScene:
                 with self.cache.match(tokens[:end]) as lease:
                     lease.publish(tokens[end - at_once : end], its[end - at_once : end])
         self.cache.wait_written()
+        self.forget()
+        driver.run()
 
 
 @pytest.mark.cuda
 def test_a_load_passes_through_the_area_some_layers_at_a_time(driver: Driver) -> None:
     with devices.on("cuda"):
-        scene = LargeScene()
-        tokens = range(TOKENS)
-        scene.save(tokens, at_once=TOKENS)
-        scene.forget()
-        driver.run()
+        scene, tokens = LargeScene(), range(TOKENS)
+        scene.keep_on_host(driver, tokens, at_once=TOKENS)
         driver.reset_calls()
         with scene.cache.match(tokens) as lease:
             load = begin(lease)
@@ -105,12 +104,9 @@ def test_a_load_passes_through_the_area_some_layers_at_a_time(driver: Driver) ->
 def test_scattered_pages_are_loaded_without_the_area(driver: Driver) -> None:
     """A copy for each would take longer than a kernel that reads them in place."""
     with devices.on("cuda"):
-        scene = LargeScene()
-        mine = range(TOKENS)
+        scene, mine = LargeScene(), range(TOKENS)
         # Their pages go to the tier in turns.
-        scene.save(mine, range(5000, 5000 + TOKENS), at_once=1)
-        scene.forget()
-        driver.run()
+        scene.keep_on_host(driver, mine, range(5000, 5000 + TOKENS), at_once=1)
         driver.reset_calls()
         with scene.cache.match(mine) as lease:
             load = begin(lease)
@@ -124,11 +120,8 @@ def test_scattered_pages_are_loaded_without_the_area(driver: Driver) -> None:
 @pytest.mark.cuda
 def test_a_load_through_the_area_of_which_a_call_fails_can_be_repeated(driver: Driver) -> None:
     with devices.on("cuda"):
-        scene = LargeScene()
-        tokens = range(TOKENS)
-        scene.save(tokens, at_once=TOKENS)
-        scene.forget()
-        driver.run()
+        scene, tokens = LargeScene(), range(TOKENS)
+        scene.keep_on_host(driver, tokens, at_once=TOKENS)
         lease = scene.cache.match(tokens)
         failures = 0
 
