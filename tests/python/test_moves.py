@@ -15,10 +15,10 @@ import torch
 from common import Fence, some
 from engine_interrupts import Interrupts, Place, delivered, get
 from fake_network import Network
+from moving_request import Incoming, Outgoing
 from pool_reader import VOCAB, PoolReader, alone, is_whole
 
 from kvpool import ConfigError, HostTier, OutOfMemoryError, PrefixCache
-from kvpool.cluster.handover import Incoming, Outgoing
 from kvpool.sampling import Sampling
 from kvpool.serving import Engine, Request, SchedulerOptions
 
@@ -33,7 +33,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     network = Network(monkeypatch)
     network.runs_by_itself = False  # rows arrive when a test says so, also while an engine waits
     clock = SimpleNamespace(monotonic=lambda: network.seconds, sleep=network.sleep)
-    monkeypatch.setattr("kvpool.cluster.handover.time", clock)
+    monkeypatch.setattr("moving_request.time", clock)
     yield network
     gc.collect()
 
@@ -472,7 +472,7 @@ class InterruptedPair:
 def test_an_interrupt_anywhere_loses_no_slot_that_moves(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     whole = InterruptedPair(Network(monkeypatch), 0, side=side)
     clock = SimpleNamespace(monotonic=lambda: whole.pair.network.seconds)
-    monkeypatch.setattr("kvpool.cluster.handover.time", clock)
+    monkeypatch.setattr("moving_request.time", clock)
     places = whole.serve()
     whole.check()
     firsts = {place: at for at, place in reversed([*enumerate(places, 1)])}

@@ -317,12 +317,16 @@ def run(code: str, env: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["nixl", "cluster"])
-def test_the_examples_of_the_documentation_run(nixl: dict[str, str], name: str) -> None:
-    page = Path(__file__).parents[2] / "docs" / f"{name}.md"
-    (code,) = re.findall(r"^```python nixl\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize("name", ["docs/nixl.md", "examples/serving/moving_request.py"])
+def test_the_examples_run(nixl: dict[str, str], name: str) -> None:
+    path = Path(__file__).parents[2] / name
+    arguments = [str(path)]
+    if path.suffix == ".md":
+        text = path.read_text("utf-8")
+        arguments = ["-c", *re.findall(r"^```python nixl\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+        assert len(arguments) == 2
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, *arguments],
         env=nixl,
         capture_output=True,
         text=True,
