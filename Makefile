@@ -97,7 +97,7 @@ define at_once
     grep -E -B 3 -A 12 'panicked at|^software driver:|^Fatal Python error|^(Current t|T)hread 0x' target/$@.failed; exit 1; }
 endef
 
-.PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-generate bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart demo-cluster late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test old-torch-test process-test software-test \
+.PHONY: demo test lint test-engines bench bench-contiguous bench-cuda bench-generate bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang bench-vllm chart late-bytes api format clean kernels kernel-report rust-test python-test engines machine-test old-torch-test process-test software-test \
     rust-lint python-lint stub-lint kernel-lint verify-types wheel-lint licences wheels \
     version-test orders fuzz fuzz-build fuzz-briefly histories mutants miri soak soak-threads gpu gpu-package gpu-results gpu-rehearsal
 .DEFAULT_GOAL := test
@@ -114,11 +114,6 @@ demo: $(EXTENSION) $(VENV)/.tools
 	else \
 	    $(BIN)/python -m kvpool replay --synthetic --prefix-cache --plot target/replay.png; \
 	fi
-
-# A cluster on this machine: prompts on some processes, answers on others, with a live table of who does what.
-demo-cluster: $(EXTENSION) $(VENV)/.tools $(NIXL)/.installed
-	PYTHONPATH=$(NIXL) NIXL_LOG_LEVEL=ERROR $(BIN)/python -m kvpool serve --prefill 2 --decode 2 --conversations 16 \
-	    --page-size 16 --pool-size 4096
 
 test:
 	$(call at_once,process-test software-test machine-test rust-test orders fuzz-briefly old-torch-test)

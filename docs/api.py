@@ -87,7 +87,7 @@ PAGES = (
     ),
     Page("types", "Types for annotations", ("typing.*",)),
     Page("serving", "Serving", ("serving.*", "attention.*", "sampling.sample")),
-    Page("processes", "Processes and machines", ("remote.*", "cluster.*", "integrations.nixl.Endpoint")),
+    Page("processes", "Processes and machines", ("remote.*", "integrations.nixl.Endpoint")),
     Page("events", "KV events", ("integrations.kv_events.*",)),
     Page(
         "models",

@@ -1,7 +1,4 @@
-"""Moves a request from one process to another and back: `python examples/serving/moving_request.py`.
-
-Each process generates half of the answer; K and V move over NIXL.
-"""
+"""Moves a request to another process and back, over NIXL: `python examples/serving/moving_request.py`."""
 
 from __future__ import annotations
 

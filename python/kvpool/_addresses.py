@@ -36,30 +36,6 @@ def check_endpoint(name: str, endpoint: str, *, allow_remote: bool) -> None:
         )
 
 
-def parse_address(name: str, address: str, *, allow_remote: bool) -> tuple[str, int]:
-    """Return host and port of `host:port`.
-
-    Args:
-        name: The name of the argument.
-        address: Its value.
-        allow_remote: Whether other machines may be reached, or reach it.
-
-    Raises:
-        ConfigError: If the address is not of this form, or must be a loopback address and is not.
-    """
-    host, separator, port = address.rpartition(":")
-    if not (separator and host) or not (port.isdecimal() and int(port) < _PORTS):
-        raise ConfigError(
-            f"{name} is {address!r}, not a host and a port below {_PORTS}, such as '127.0.0.1:7000'"
-        )
-    if not allow_remote and not is_loopback(address):
-        raise ConfigError(
-            f"{name} is {address!r}, which is not a loopback address; messages are not encrypted. "
-            "Allow it in a network that you trust"
-        )
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
 def is_loopback(address: str) -> bool:
     """Return whether only this machine can reach a host and port."""
     host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")

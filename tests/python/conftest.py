@@ -97,7 +97,6 @@ collect_ignore = [
         "plan_conventions",
         "pooled_cache",
         "serve",
-        "serve_cluster",
         "transformers",
         "vllm_plugin",
     )

@@ -76,10 +76,9 @@ def test_with_typer_commands_say_all_that_they_need(hide: Callable[[set[str]], N
         assert (result.exit_code, result.stdout) == (1, "")
         return result.stderr
 
-    hide({"torch", "transformers", "matplotlib", "nixl", "blake3"})
+    hide({"torch", "transformers", "matplotlib"})
     for arguments, names, extras in (
         (("serve",), "torch and transformers", "transformers"),
-        (("serve", "--role", "router"), "torch, transformers, nixl and blake3", "cluster,transformers"),
         (("replay", "--plot", "x.svg"), "torch and matplotlib", "tools,torch"),
         (("replay",), "torch", "torch"),
     ):

@@ -140,6 +140,34 @@ def test_requests_that_change_engines_get_the_same_tokens(
     assert pair.prefill.endpoint.stats()["returned"] == len(pair.requests)
 
 
+def test_states_of_a_hybrid_model_move_with_their_rows(network: Network) -> None:
+    pytest.importorskip("transformers", minversion="5.21")
+    from kvpool.tools.serve.service import Pools, ServeConfig, make_model
+
+    config = ServeConfig(model="qwen3-next", pool_size=256, page_size=16, device="cpu")
+    first, second, whole = (Pools(config, make_model(config)) for _ in range(3))
+    here, there = (
+        network.endpoint(name, pools.pooled.kv_pool, pools.pooled.gdn_pool)
+        for name, pools in (("first", first), ("second", second))
+    )
+    peer, tickets = there.connect(here.metadata()), list[bytes | None]()
+    prompt = [*range(40)]
+    given = first.engine.submit(prompt, 12, move=Outgoing(here, 30.0, tickets.append))
+    while not tickets:
+        first.engine.step()
+    network.runs_by_itself = True
+    coming = Incoming(there, peer, some(tickets[0]))
+    taken = second.engine.submit(prompt, 12, tokens=given.tokens, move=coming)
+    alone = whole.engine.submit(prompt, 12)
+    for pools in (second, first, whole):
+        pools.engine.run()
+    assert taken.tokens == alone.tokens
+    assert not coming.has_failed
+    assert second.engine.stats()["computed_tokens"] == 11
+    assert is_whole(first.engine)
+    assert is_whole(second.engine)
+
+
 def test_what_the_second_engine_has_is_not_read_again(network: Network) -> None:
     pair = Pair(network, {"size": 160, "page_size": 4})
     prompt = [7] * 41

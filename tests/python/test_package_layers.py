@@ -69,8 +69,7 @@ MAY_IMPORT = {
     "serving": {""},
     "integrations": {"", "remote", "serving"},
     "remote": {""},
-    "cluster": {"", "remote", "serving", "integrations"},
-    "tools": {"", "cluster", "serving", "integrations"},
+    "tools": {"", "serving", "integrations"},
 }
 
 
@@ -129,13 +128,6 @@ def test_public_paths_have_the_public_names_of_their_modules(name: str) -> None:
     own = importlib.import_module(module)
     assert sorted(public.__all__) == sorted(own.__all__)
     assert all(getattr(public, each) is getattr(own, each) for each in own.__all__)
-
-
-def test_the_cluster_imports_the_public_names_of_the_events_only() -> None:
-    """Its router keeps an index of prefixes from them. What it shares with them otherwise is in the face."""
-    members = [name for name in MODULES if folder(name) == "cluster"]
-    found = {other for name in members for other in own_imports(name) if folder(other) == "integrations"}
-    assert found == {"kvpool.integrations.kv_events"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.count(".") > 2])

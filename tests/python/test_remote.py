@@ -641,6 +641,21 @@ def test_a_peer_that_begins_anew_takes_its_old_place(network: Network) -> None:
     assert pair.b.stats()["refused"] == 1  # the one of before is nobody now
 
 
+def test_who_disconnects_lets_go_of_the_peer_alone(network: Network) -> None:
+    """Also of what its reads had opened; and the peer can be connected again."""
+    pair = Pair(network)
+    c = network.endpoint("c", filled())
+    to_c = pair.b.connect(c.metadata())
+    assert pair.read(pair.a.lend([1]), [2]).wait()
+    assert to_c.read(to_c.slots(c.lend([1]).ticket), [3]).wait()
+    assert pair.b.stats()["peers"] == len(pair.b._core.reads._reached) == 2
+    pair.b.disconnect(pair.to_a)
+    assert pair.b.stats()["peers"] == len(pair.b._core.reads._reached) == 1
+    assert to_c.read(to_c.slots(c.lend([1]).ticket), [4]).wait()
+    again = pair.b.connect(pair.a.metadata())
+    assert again.read(again.slots(pair.a.lend([1]).ticket), [5]).wait()
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "x" * 201])
 def test_names_that_are_none(network: Network, name: str) -> None:
     with pytest.raises(ConfigError, match="not 1 to 200 characters without a slash"):

@@ -210,8 +210,6 @@ def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> N
         (("--model", "gpt"), "--model is 'gpt'; it must be one of qwen3, llama, qwen3-next"),
         (("--prefill-budget", "8"), "max_step_tokens is 8"),
         (("--pool-size", "16"), "the pool 16"),
-        (("--router", "127.0.0.1:1"), "--router is for a cluster: give --prefill and --decode, or --role"),
-        (("--join-timeout", "120"), "--join-timeout is for a cluster"),
         (("--store-mib", "8"), "--store-mib is for --store"),
         (("--swap", "never"), "swap is 'never'; it is 'auto', 'load' or 'compute'"),
     ],

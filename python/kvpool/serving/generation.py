@@ -1,4 +1,4 @@
-"""The common part of the requests of an engine and of a cluster."""
+"""A prompt and its generated tokens, whoever serves them."""
 
 from __future__ import annotations
 

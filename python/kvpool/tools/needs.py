@@ -11,9 +11,6 @@ if TYPE_CHECKING:
 COMMAND_LINE = ("typer", "rich")
 """The packages that every command needs. Without them only `doctor` works: it parses arguments itself."""
 
-CLUSTER = ("nixl", "msgspec", "zmq", "blake3")
-"""The packages that `serve` needs besides when it is a process of a cluster."""
-
 
 class Command(NamedTuple):
     """A command.
@@ -38,7 +35,6 @@ _EXTRAS = {
     **dict.fromkeys((*COMMAND_LINE, "matplotlib", "numpy"), "tools"),
     "torch": "torch",
     "transformers": "transformers",
-    **dict.fromkeys(CLUSTER, "cluster"),
 }
 
 

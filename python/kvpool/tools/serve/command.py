@@ -8,22 +8,9 @@ from rich.console import Console
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.integrations.versions import TRANSFORMERS
 from kvpool.tools.devices import check_device
-from kvpool.tools.needs import CLUSTER, COMMANDS, remedy
+from kvpool.tools.needs import COMMANDS, remedy
 from kvpool.tools.output import fail, need, refuse, refuse_unused, waiting
 from kvpool.tools.serve import parameters
-
-_OF_CLUSTERS = (
-    "listen",
-    "router",
-    "name",
-    "secret_file",
-    "allow_remote",
-    "host",
-    "network",
-    "join_timeout",
-    "until_stdin_ends",
-)
-"""The parameters of clusters alone."""
 
 
 def serve(  # noqa: PLR0913 - one parameter per option
@@ -42,18 +29,6 @@ def serve(  # noqa: PLR0913 - one parameter per option
     prefill_budget: parameters.PrefillBudget = 256,
     device: parameters.Device = None,
     seed: parameters.Seed = 0,
-    prefill: parameters.Prefill = 0,
-    decode: parameters.Decode = 0,
-    role: parameters.Role = "",
-    listen: parameters.Listen = "127.0.0.1:0",
-    router: parameters.Router = "",
-    name: parameters.Name = "",
-    secret_file: parameters.SecretFile = "",
-    allow_remote: parameters.AllowRemote = False,
-    host: parameters.Host = "127.0.0.1",
-    network: parameters.Network = "lo",
-    join_timeout: parameters.JoinTimeout = 120.0,
-    until_stdin_ends: parameters.UntilStdinEnds = False,
     as_json_object: parameters.Json = False,
 ) -> None:
     """Serve a small model through the pools, and check every request against the model alone.
@@ -64,12 +39,10 @@ def serve(  # noqa: PLR0913 - one parameter per option
     --host-tokens, what the cache evicts comes back from host memory, and with --store as well what an earlier
     run has computed, however that ended. Exits with status 1 if one token differs or one slot is missing at
     the end.
-
-    With --prefill and --decode, workers compute prompts and others generate, as processes of their own; with
-    --role each of them is started by hand, on any machine.
     """
-    _check_used(called, in_cluster=bool(prefill or decode or role), has_store=bool(store))
-    need("serve", *COMMANDS["serve"].needs, *(CLUSTER if prefill or decode or role else ()))
+    if not store:
+        refuse_unused(called, ("store_mib",), "--store")
+    need("serve", *COMMANDS["serve"].needs)
     _check_transformers()
     with waiting("loading PyTorch and transformers"):
         from kvpool.serving.swap import swap_mode  # noqa: PLC0415 - PyTorch and transformers load slowly
@@ -94,30 +67,8 @@ def serve(  # noqa: PLR0913 - one parameter per option
             device=device or service.default_device(),
             seed=seed,
         )
-        if role != "router":  # which has no pools
-            check_device(config.device)
-        if prefill or decode or role:
-            from kvpool.tools.serve import cluster, cluster_report  # noqa: PLC0415
-
-            options = cluster.Options(
-                role=role,
-                prefill=prefill,
-                decode=decode,
-                listen=listen,
-                router=router,
-                name=name,
-                secret_file=secret_file,
-                allow_remote=allow_remote,
-                host=host,
-                network=network,
-                join_timeout_s=join_timeout,
-            )
-            if role in {"prefill", "decode"}:
-                cluster.work(config, options, until_stdin_ends=until_stdin_ends)
-                return
-            result = cluster_report.run(config, options, console)
-        else:
-            result = report.run(config, console)
+        check_device(config.device)
+        result = report.run(config, console)
     except ConfigError as error:
         refuse(str(error))
     except (KvPoolError, MemoryError) as error:
@@ -126,14 +77,6 @@ def serve(  # noqa: PLR0913 - one parameter per option
         typer.echo(json.dumps(report.as_json(result)))
     if not result.is_right:
         raise typer.Exit(1)
-
-
-def _check_used(called: typer.Context, *, in_cluster: bool, has_store: bool) -> None:
-    """Exit if an option was given that this run does not have."""
-    if not in_cluster:
-        refuse_unused(called, _OF_CLUSTERS, "a cluster: give --prefill and --decode, or --role")
-    if not has_store:
-        refuse_unused(called, ("store_mib",), "--store")
 
 
 def _check_transformers() -> None:

@@ -36,28 +36,3 @@ Device: TypeAlias = Annotated[
 ]
 Seed: TypeAlias = Annotated[int, typer.Option(min=0, help="Seed of weights and requests.")]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object, and stream nothing.")]
-
-# Of a cluster.
-
-Prefill: TypeAlias = Annotated[
-    int, typer.Option(min=0, help="Workers for prompts. Alone, they are started on this machine.")
-]
-Decode: TypeAlias = Annotated[int, typer.Option(min=0, help="Workers for what follows.")]
-Role: TypeAlias = Annotated[str, typer.Option(help="Be one process of a cluster: router, prefill or decode.")]
-Listen: TypeAlias = Annotated[str, typer.Option(help="Where the router listens.")]
-Router: TypeAlias = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where a worker finds the router.")]
-Name: TypeAlias = Annotated[str, typer.Option(help="Of a worker. Default: its role and process.")]
-SecretFile: TypeAlias = Annotated[
-    str, typer.Option(help="Has the secret of the cluster. Default: KVPOOL_SECRET_FILE or KVPOOL_SECRET.")
-]
-AllowRemote: TypeAlias = Annotated[
-    bool, typer.Option("--allow-remote", help="Other machines are part of the cluster.")
-]
-Host: TypeAlias = Annotated[str, typer.Option(help="Address at which a worker publishes events.")]
-Network: TypeAlias = Annotated[
-    str, typer.Option(help="Network devices of a worker for rows, as UCX has them.")
-]
-JoinTimeout: TypeAlias = Annotated[
-    float, typer.Option(min=0, metavar="SECONDS", help="How long a router waits for its workers to join.")
-]
-UntilStdinEnds: TypeAlias = Annotated[bool, typer.Option("--until-stdin-ends", hidden=True)]

@@ -18,7 +18,7 @@ from kvpool.tools.serve.service import Service, spell
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
     from kvpool.tools.serve.service import ServeConfig, ServeResult
 
@@ -45,8 +45,6 @@ def as_json(result: ServeResult) -> dict[str, Any]:
             "checked_s": result.checked_s,
         },
     }
-    if result.workers:
-        values["workers"] = [worker._asdict() for worker in result.workers]
     if result.uncached is not None:
         values["uncached"] = as_json(result.uncached)
     return values
@@ -77,19 +75,11 @@ def run(config: ServeConfig, console: Console) -> ServeResult:
     return result
 
 
-def served(
-    service: Service, console: Console, now: Callable[[dict[str, int], float], RenderableType] | None = None
-) -> ServeResult:
-    """Serve and check.
-
-    Args:
-        service: The service to run.
-        console: The terminal.
-        now: Renders the statistics and the rate after each step.
-    """
+def served(service: Service, console: Console) -> ServeResult:
+    """Serve and check."""
     if not service.config.conversations:
         stream(service, console)
-    with live(console, now or _now) as update:
+    with live(console) as update:
         result = service.serve(update)
     checked(service, result, console)
     return result
@@ -108,12 +98,10 @@ def stream(service: Service, console: Console) -> None:
 
 
 @contextmanager
-def live(
-    console: Console, now: Callable[[dict[str, int], float], RenderableType]
-) -> Iterator[Callable[[dict[str, int], float], None]]:
+def live(console: Console) -> Iterator[Callable[[dict[str, int], float], None]]:
     """Show a live table, updated after each step."""
     with Live(console=console, refresh_per_second=UPDATES_PER_SECOND) as view:
-        yield lambda stats, rate: view.update(now(stats, rate))
+        yield lambda stats, rate: view.update(_now(stats, rate))
     if not console.is_terminal:
         console.print()
 

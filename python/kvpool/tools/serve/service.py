@@ -27,7 +27,6 @@ from kvpool.serving import Engine
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvpool.cluster import WorkerStatus
     from kvpool.serving.generation import Generation
     from kvpool.serving.swap import SwapMode
 
@@ -149,7 +148,6 @@ class ServeResult:
         host_capacity: Pages that host memory has room for; 0 without any.
         stored_pages: Pages and snapshots in the store at the end.
         uncached: The result of the same conversations without the prefix cache.
-        workers: The states of a cluster's workers at the end.
     """
 
     config: ServeConfig
@@ -164,7 +162,6 @@ class ServeResult:
     host_capacity: int = 0
     stored_pages: int = 0
     uncached: ServeResult | None = None
-    workers: tuple[WorkerStatus, ...] = ()
 
     @property
     def is_right(self) -> bool:
@@ -180,7 +177,7 @@ class ServeResult:
 
 
 class Server(Protocol):
-    """A server of requests: an `Engine`, or a cluster."""
+    """A server of requests, such as an `Engine`."""
 
     def submit(
         self, prompt: list[int], max_new_tokens: int, *, on_token: Callable[[Generation, int], object]
@@ -212,10 +209,9 @@ class Pools:
     Args:
         config: The configuration.
         model: The model.
-        events: Whether the cache records events.
     """
 
-    def __init__(self, config: ServeConfig, model: Any, *, events: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, config: ServeConfig, model: Any) -> None:  # noqa: ANN401
         self.pooled: PooledModel = PooledModel(
             model, config.pool_size, MAX_REQS, MAX_CONTEXT_LEN, page_size=config.page_size
         )
@@ -223,26 +219,24 @@ class Pools:
         self.store: FileStore | None = None
         self.cache: PrefixCache | None = None
         if config.prefix_cache:
-            self.cache = self._make_cache(config, events=events)
+            self.cache = self._make_cache(config)
         self.engine: Engine = Engine(
             self.pooled, config.prefill_budget, prefix_cache=self.cache or False, swap=config.swap
         )
 
-    def _make_cache(self, config: ServeConfig, *, events: bool) -> PrefixCache:
+    def _make_cache(self, config: ServeConfig) -> PrefixCache:
         """Return a cache, perhaps with host memory below, and a store."""
         pooled, states = self.pooled, self.pooled.gdn_pool
         if not config.host_tokens:
             if config.store:
                 raise ConfigError("a store needs host memory above it, and there are 0 host tokens")
-            return PrefixCache(pooled.allocator, states=states, events=events)
+            return PrefixCache(pooled.allocator, states=states)
         self.tier = HostTier(pooled.kv_pool, config.host_tokens, states=states)
         if not config.store:
-            return PrefixCache(pooled.allocator, states=states, tiers=(self.tier,), events=events)
+            return PrefixCache(pooled.allocator, states=states, tiers=(self.tier,))
         self.store = FileStore(config.store, config.store_mib << 20, page_bytes=self.tier.page_bytes)
         tiers = (self.tier, self.store)
-        return PrefixCache(
-            pooled.allocator, states=states, tiers=tiers, model=revision(config), events=events
-        )
+        return PrefixCache(pooled.allocator, states=states, tiers=tiers, model=revision(config))
 
 
 class Service:
@@ -343,7 +337,7 @@ class Service:
         if self.pools is not None and self.pools.cache is not None:
             self.pools.cache.wait_written(_SETTLE_S)
         while self.server.stats()["in_use"] and perf_counter() < deadline:
-            # A cluster waits for reports. An engine has nothing to do but a load that was given up.
+            # An engine has nothing to do but a load that was given up.
             if not self.server.step():
                 sleep(0.001)
 
