@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from conftest import RunSnippet
     from typing_extensions import Self
@@ -30,6 +31,7 @@ NIXL = Path(os.environ.get("KVPOOL_NIXL") or Path(sys.prefix) / "nixl")
 HAS_PACKAGES = sys.platform == "linux" and sys.version_info < (3, 15)
 PROCESS = Path(__file__).parent / "support" / "nixl_process.py"
 PATIENCE_S = 60
+IP = shutil.which("ip")
 
 
 def environment() -> dict[str, str]:
@@ -78,10 +80,14 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
 class Process:
     """One process with an endpoint."""
 
-    def __init__(self, env: dict[str, str], name: str, rows: int = 512, dim: int = 8) -> None:
+    def __init__(
+        self, env: dict[str, str], name: str, *, inside: Sequence[str] = (), **options: object
+    ) -> None:
+        """Start it by the command `inside`, with the options of `nixl_process.py`."""
         self.name = name
+        values = [f"--{option}={value}" for option, value in options.items()]
         self._process = subprocess.Popen(
-            [sys.executable, str(PROCESS), name, str(rows), str(dim)],
+            [*inside, sys.executable, str(PROCESS), name, *values],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -209,6 +215,54 @@ def test_sockets_are_on_loopback(two_processes: tuple[Process, Process]) -> None
         addresses = process.ask("listening")
         assert addresses
         assert {*addresses} == {"0100007F"}
+
+
+@contextmanager
+def two_machines() -> Iterator[list[list[str]]]:
+    """What runs a command on each of two machines: network namespaces, with a cable from `eth0` to `eth0`."""
+
+    def ip(*arguments: str) -> str:
+        command = [str(IP), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE_S).stdout
+
+    names = [f"kvp{os.getpid()}-{number}" for number in range(2)]
+    with ExitStack() as made:
+        for name in names:
+            ip("netns", "add", name)
+            made.callback(ip, "netns", "del", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", names[0], "link", "add", *f"eth0 type veth peer name eth0 netns {names[1]}".split())
+        for number, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+        for name in names:
+            wait_until(
+                lambda name=name: "state UP" in ip("-n", name, "link", "show", "eth0"), "the cable is dead"
+            )
+        yield [[str(IP), "netns", "exec", name] for name in names]
+
+
+@pytest.mark.skipif(IP is None or os.getuid() != 0, reason="network namespaces need root and iproute2")
+def test_rows_between_machines(nixl: dict[str, str]) -> None:
+    """Over the device that `network` names: neither loopback nor memory of one machine leads to the other."""
+    env = {**nixl, "UCX_TLS": "tcp"}
+    there, here = SLOTS["scattered"]
+    with two_machines() as places, ExitStack() as stack:
+        a, b = (
+            stack.enter_context(Process(env, name, inside=inside, network="eth0"))
+            for name, inside in zip("ab", places, strict=True)
+        )
+        assert {*a.ask("listening")} == {"01004D0A"}
+        assert b.ask("connect", a.ask("metadata")) == "a"
+        assert a.ask("connect", b.ask("metadata")) == "b"
+        a.ask("fill", there, 5)
+        ticket = a.ask("lend", there, 30)
+        assert b.read(a, ticket, here) is None
+        assert b.ask("wrong", here, 5) == 0
+        wait_until(lambda: a.ask("lease", -1) == [True, True, None], "the slots were not returned")
+        # A device that one of them does not have leads nowhere.
+        stranger = stack.enter_context(Process(env, "c", inside=places[0]))
+        assert b.ask("connect", stranger.ask("metadata"))["error"] == "TransferError"
 
 
 def test_pools_that_do_not_fit(three: tuple[Process, Process, Process]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import select
 import sys
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[np.float32]
 
-NAME, ROWS, DIM = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+parser = argparse.ArgumentParser()
+parser.add_argument("name")
+parser.add_argument("--rows", type=int, default=512)
+parser.add_argument("--dim", type=int, default=8)
+parser.add_argument("--network", default="lo")
+ARGUMENTS = parser.parse_args()
+ROWS, DIM = ARGUMENTS.rows, ARGUMENTS.dim
 LAYERS = 4
 
 
@@ -38,7 +45,7 @@ class Process:
         states = kvpool.GDNPool(4, 2, 2, 4, 4, 6, 4, "cpu", "float32")
         self.buffers = [array(buffer) for buffer in (*kv.k_buffer, *kv.v_buffer)]
         self.states = [array(state) for state in (states.recurrent_state, states.conv_state)]
-        self.endpoint = Endpoint(NAME, kv, states=states)
+        self.endpoint = Endpoint(ARGUMENTS.name, kv, states=states, network=ARGUMENTS.network)
         self.peers: dict[str, Any] = {}
         self.leases: list[SlotLease] = []
         self.transfers: list[Transfer] = []
