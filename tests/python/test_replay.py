@@ -332,8 +332,7 @@ def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     """The effect of a planner that hands out one slot twice."""
 
     def change(state: Replay) -> None:
-        steps: Any = state.scheduler._steps
-        own = steps._extend
+        own = state.scheduler._extend
 
         def twice(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
             plan = own(*arguments, **options)
@@ -344,7 +343,7 @@ def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> 
                 state.table.mark_modified([row])
             return plan
 
-        monkeypatch.setattr(steps, "_extend", twice)
+        monkeypatch.setattr(state.scheduler, "_extend", twice)
 
     job = Replay(trace_of((0.0, 30, 10), (0.0, 50, 20)), ReplayConfig(pool_size=320))
     with pytest.raises(VerificationError, match="request 0, position"):

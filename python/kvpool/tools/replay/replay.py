@@ -1,6 +1,6 @@
 """Drives the pools with a request trace: continuous batching on a virtual clock, every stored byte checked.
 
-The scheduler is that of the serving engine, with a prefix cache if the configuration has one. There is no
+Requests are scheduled with continuous batching, with a prefix cache if the configuration has one. There is no
 model: instead of K and V, the replay stores rows of hash words that encode (prefix, position, layer, K or V).
 Before slots are freed, it reads each row through the request table and compares it, those found in the cache
 included. A request ends when all its tokens, prompt and output, have rows.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import repeat
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,13 +23,11 @@ import torch
 
 from kvpool import BatchPlanner, ReqToTokenPool, TokenToKVPoolAllocator
 from kvpool._kvpool import PrefixCache
-from kvpool.errors import ConfigError, OutOfMemoryError
-from kvpool.serving.held import Held
-from kvpool.serving.pool_calls import PoolCalls
-from kvpool.serving.scheduler import Scheduler
+from kvpool.errors import ConfigError
 from kvpool.tools.replay.errors import ReplayError
 from kvpool.tools.replay.pool_size import suggest_pool_size
 from kvpool.tools.replay.prompts import Prompts
+from kvpool.tools.replay.scheduler import Request, Scheduler
 from kvpool.tools.replay.timing import timed, timer_cost_ns
 from kvpool.tools.replay.token_rows import KvStore
 
@@ -38,9 +36,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvpool.serving.schedulable import State
-    from kvpool.serving.step import Step
     from kvpool.tools.replay.config import ReplayConfig
+    from kvpool.tools.replay.scheduler import Step
     from kvpool.tools.traces import Trace
 
 BOOKKEEPING = ("extend", "finish", "alloc_row", "match", "publish")
@@ -134,74 +131,6 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A request of the trace, for the scheduler; `seq_len` counts the known tokens."""
-
-    index: int
-    total_len: int
-    input_len: int
-    seq_len: int
-    prompts: Prompts
-    # While running: its token ids, and the hashes of its positions' prefixes.
-    tokens: NDArray[np.int32] | None = None
-    prefix_keys: torch.Tensor | None = None
-    is_complete: bool = False
-    state: State = "waiting"
-    retractions: int = 0
-    owner: None = None
-    namespace: None = None
-    prefix_len: int = 0
-    held: Held = field(default_factory=Held)
-
-    def between(self, begin: int, end: int) -> NDArray[np.int32]:
-        """Return tokens from position `begin` to `end`: an array, which the prefix cache reads in place."""
-        if self.tokens is None:
-            self.tokens = self.prompts.tokens_of(self.index, 0, self.total_len)
-        return self.tokens[begin:end]
-
-
-class _CheckedScheduler(Scheduler[_Request]):
-    """The scheduler with timed calls, and a check of K and V rows before their slots are freed."""
-
-    def __init__(
-        self,
-        planner: BatchPlanner,
-        cache: PrefixCache | None,
-        kv: KvStore | None,
-        samples: dict[str, array[int]],
-    ) -> None:
-        calls = PoolCalls.of(planner, cache)
-        calls = PoolCalls(
-            timed(calls.alloc_rows, samples["alloc_row"]),
-            timed(calls.extend, samples["extend"]),
-            timed(calls.finish, samples["finish"]),
-            None if calls.match is None else timed(calls.match, samples["match"]),
-        )
-        super().__init__(planner, cache, calls=calls)
-        self._timed_publish = timed(super().publish, samples["publish"])
-        self._read = timed(planner.req_to_token_pool.read, samples["read"])
-        self._kv = kv
-        self.verified_tokens = 0
-
-    def release(self, requests: list[_Request], state: State) -> None:
-        if self._kv is not None:
-            for request in requests:
-                self._check(self._kv, request)
-        super().release(requests, state)
-        for request in requests:
-            request.tokens = request.prefix_keys = None
-
-    def publish(self, request: _Request) -> None:
-        if request.held.lease is not None:
-            self._timed_publish(request)
-
-    def _check(self, kv: KvStore, request: _Request) -> None:
-        slots = self._read(request.held.row, request.held.cached)
-        kv.check(request.index, kv.rows.keys_of(request.index, 0, request.held.cached), slots)
-        self.verified_tokens += request.held.cached
-
-
 class Replay:
     """One replay of a trace: builds the pools, then `run` drives them until every request has ended.
 
@@ -211,7 +140,7 @@ class Replay:
         allocator, table: The pools.
         cache: The prefix cache, if the configuration has one.
         kv: The KV pool and its encoder; None with `kv=False`.
-        scheduler: The scheduler of the engine.
+        scheduler: The scheduler.
         counts: The counters so far.
         time_s: Virtual time.
     """
@@ -248,7 +177,8 @@ class Replay:
             kv_indices=False,
             block_table=False,
         )
-        self.scheduler: _CheckedScheduler = _CheckedScheduler(planner, self.cache, self.kv, self._samples)
+        self.scheduler: Scheduler = Scheduler(planner, self.cache, self._samples, self._check_rows)
+        self._read = timed(self.table.read, self._samples["read"])
         self._decoding = 0
         self._arrivals = self._make_requests(accepted, prompts)
         self.time_s: float = 0.0
@@ -256,13 +186,13 @@ class Replay:
         self._evictable, self._running = array("q"), array("q")
         self._retracted_s = array("d")
 
-    def _make_requests(self, accepted: NDArray[np.int64], prompts: Prompts) -> deque[tuple[float, _Request]]:
+    def _make_requests(self, accepted: NDArray[np.int64], prompts: Prompts) -> deque[tuple[float, Request]]:
         """Return the requests that can be served, in order of arrival."""
         arrival_s = self.trace.arrival_s[accepted] / self.config.speed_up
         inputs = self.trace.input_lens[accepted].tolist()
         totals = self.trace.total_lens[accepted].tolist()
         # All tokens of the prompt are known.
-        requests = map(_Request, accepted.tolist(), totals, inputs, inputs, repeat(prompts))
+        requests = map(Request, accepted.tolist(), totals, inputs, inputs, repeat(prompts))
         return deque(zip(arrival_s.tolist(), requests, strict=True))
 
     @property
@@ -309,7 +239,7 @@ class Replay:
             self._advance(step)
         self.time_s += self.config.step_ms / 1000.0
 
-    def _plan(self) -> Step[_Request] | None:
+    def _plan(self) -> Step | None:
         """Plan a step for all requests that have arrived."""
         scheduler, arrivals = self.scheduler, self._arrivals
         if scheduler.is_idle and arrivals:
@@ -317,19 +247,15 @@ class Replay:
         while arrivals and arrivals[0][0] <= self.time_s:
             scheduler.submit(arrivals.popleft()[1])
         # Decoded tokens do not count against the prompts' budget.
-        scheduler.max_step_tokens = self.config.prefill_budget + self._decoding
-        try:
-            step = scheduler.plan()
-        except OutOfMemoryError as error:
-            raise ReplayError(f"after {self.time_s:.3f} s: {error}") from error
+        step = scheduler.plan(self.config.prefill_budget + self._decoding)
         self._retracted_s.extend([self.time_s] * (scheduler.retractions - len(self._retracted_s)))
         return step
 
-    def _store(self, kv: KvStore, step: Step[_Request]) -> None:
+    def _store(self, kv: KvStore, step: Step) -> None:
         """Write the rows of all new tokens of a step."""
         plan = step.plan
         if step.started:
-            outputs = [(r.held.row, kv.rows.prompts.output(r.index)) for r in step.started]
+            outputs = [(r.row, kv.rows.prompts.output(r.index)) for r in step.started]
             rows, prefixes = torch.tensor(outputs).T.to(self._row_keys.device)
             self._row_keys[rows] = kv.rows.prefix_keys[prefixes]
         keys = self._row_keys[plan.req_pool_indices.long()]
@@ -337,11 +263,11 @@ class Replay:
             keys = keys.repeat_interleave(plan.qo_indptr.diff())
         begin = 0
         for request, end in zip(step.requests, step.ends, strict=True):
-            count = end - request.held.cached
-            if request.held.cached < request.input_len:
+            count = end - request.cached
+            if request.cached < request.input_len:
                 if request.prefix_keys is None:
                     request.prefix_keys = kv.rows.prefix_keys_of(request.index, 0, request.total_len)
-                keys[begin : begin + count] = request.prefix_keys[request.held.cached : end]
+                keys[begin : begin + count] = request.prefix_keys[request.cached : end]
             begin += count
         kv.store(kv.rows.keys(keys, plan.positions), plan.out_cache_loc)
 
@@ -355,10 +281,10 @@ class Replay:
         self._evictable.append(self.evictable)
         self._running.append(running)
 
-    def _advance(self, step: Step[_Request]) -> None:
+    def _advance(self, step: Step) -> None:
         """Append the next token to requests whose known tokens all have rows; release finished requests."""
         counts = self.counts
-        ended: list[_Request] = []
+        ended: list[Request] = []
         decoding = 0
         counts.found_tokens += sum(request.prefix_len for request in step.started)
         self.scheduler.record_computed(step)
@@ -373,10 +299,16 @@ class Replay:
         counts.prefilled_tokens += step.plan.num_tokens - decoding
         if ended:
             counts.finished += len(ended)
-            self.scheduler.release(ended, "finished")
-        counts.verified_tokens = self.scheduler.verified_tokens
+            self.scheduler.release(ended)
         counts.retractions = self.scheduler.retractions
         counts.admissions = counts.finished + counts.retractions + len(self.scheduler.running)
+
+    def _check_rows(self, request: Request) -> None:
+        """Compare all rows of K and V of a request with what was stored, before its slots are freed."""
+        if self.kv is not None:
+            slots = self._read(request.row, request.cached)
+            self.kv.check(request.index, self.kv.rows.keys_of(request.index, 0, request.cached), slots)
+            self.counts.verified_tokens += request.cached
 
     def _check_returned(self) -> None:
         problems = []
