@@ -7,6 +7,8 @@ TRACES := ../shared/traces
 SOAK_MINUTES ?= 60
 SOAK_DEVICE ?= cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The serving engine over the pools, an example.
+SERVE := PYTHONPATH=examples/serving $(BIN)/python -m kvpool_serving
 # Unpacks PyTorch in a fraction of pip's time. Where pip is told of another index, it takes that.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python
 ifdef PIP_INDEX_URL
@@ -49,8 +51,8 @@ FUZZ := target/fuzz/$(HOST)/release
 FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module $(addprefix -Cllvm-args=-sanitizer-coverage-,level=4 \
     inline-8bit-counters pc-table trace-compares) $(addprefix -Zsanitizer=,$(SANITIZER))
 # Files of tests that mostly wait for other processes: they run beside the rest, which need not read them.
-PROCESS_TESTS := $(shell grep -l '^pytestmark = pytest.mark.processes' tests/python/test_*.py)
-OTHER_TESTS := tests/python benches/fleet/tests $(addprefix --ignore=,$(PROCESS_TESTS))
+PROCESS_TESTS := $(shell grep -l '^pytestmark = pytest.mark.processes' tests/python/test_*.py examples/serving/tests/test_*.py)
+OTHER_TESTS := tests/python benches/fleet/tests examples/serving/tests $(addprefix --ignore=,$(PROCESS_TESTS))
 # Hundreds of processes import the same modules: each is compiled once, also where the environment tells Python to keep none.
 unexport PYTHONDONTWRITEBYTECODE
 # What `make wheels` builds: for each target one for CPython with the GIL, one for 3.14 without, and one for 3.15 and later.
@@ -67,7 +69,7 @@ GPU_VENV := $(VENV)/gpu-$(GPU_PYTHON)
 GPU_VERSIONS := torch==2.11.0 transformers==5.17.0 numpy matplotlib
 GPU_PLAN ?= all
 FILE ?= target/gpu/board.json
-GPU_TOOLS := pytest pytest-timeout pytest-xdist hypothesis prometheus-client rich typer
+GPU_TOOLS := pytest pytest-timeout pytest-xdist hypothesis prometheus-client rich
 # What that machine lacks or has too old, without what it depends on: for tests of models and engines, and peers of the board.
 GPU_BROUGHT := transformers==5.24.0 'huggingface-hub>=1.31,<2' 'tokenizers>=0.23.1,<0.24' 'safetensors>=0.8' regex msgspec pyzmq \
     blake3 flashinfer-python==0.6.2 apache-tvm-ffi ninja
@@ -105,9 +107,9 @@ endef
 # The main job: models served through the pools, dense and hybrid, and conversations with the prefix cache and without, with
 # every token checked; then a request trace, with every row of K and V checked.
 demo: $(EXTENSION) $(VENV)/.tools
-	$(BIN)/python -m kvpool serve --requests 240
-	$(BIN)/python -m kvpool serve --conversations 16 --pool-size 8192
-	$(BIN)/python -m kvpool serve --model qwen3-next --requests 60
+	$(SERVE) --requests 240
+	$(SERVE) --conversations 16 --pool-size 8192
+	$(SERVE) --model qwen3-next --requests 60
 	if test -f $(TRACES)/mooncake/conversation_trace.jsonl; then \
 	    $(BIN)/python -m kvpool replay $(TRACES)/mooncake/conversation_trace.jsonl --requests 1800 --prefix-cache \
 	        --pool-size 4000000 --heads 1 --plot target/replay.png; \
@@ -503,7 +505,7 @@ $(EXTENSION): $(VENV)/.compiled | $(VENV)/.tools
 
 # Few of the modules of PyTorch and transformers are imported: Python compiles these when they are.
 $(VENV)/.tools: pyproject.toml $(BIN)/python
-	$(INSTALL) torch 'typer>=0.15' 'rich>=13' 'matplotlib>=3.8' 'numpy>=1.26' "transformers>=5.21,<6; python_version >= '3.11'"
+	$(INSTALL) torch 'rich>=13' 'matplotlib>=3.8' 'numpy>=1.26' "transformers>=5.21,<6; python_version >= '3.11'"
 	touch $@
 
 # Not after the extension, whose link takes a minute of one core alone.

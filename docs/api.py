@@ -42,7 +42,7 @@ class Page(NamedTuple):
         file: Its name in `docs/api`, without the ending.
         title: Its heading.
         names: What it describes, in this order: names of the package, or all of a module, such as
-            `serving.*`.
+            `remote.*`.
     """
 
     file: str
@@ -86,7 +86,7 @@ PAGES = (
         ),
     ),
     Page("types", "Types for annotations", ("typing.*",)),
-    Page("serving", "Serving", ("serving.*", "attention.*", "sampling.sample")),
+    Page("attention", "Attention", ("attention.*",)),
     Page("processes", "Processes and machines", ("remote.*", "integrations.nixl.Endpoint")),
     Page("events", "KV events", ("integrations.kv_events.*",)),
     Page(
@@ -299,26 +299,19 @@ def _signature(call: griffe.Function, name: str) -> str:
 
 def tools(text: str) -> str:
     """Return the page of the tools with the arguments and options of each command."""
-    from typer.main import get_command  # noqa: PLC0415 - an extra of the package
-
-    from kvpool.tools.cli import app  # noqa: PLC0415
+    from kvpool.tools.cli import make_parsers  # noqa: PLC0415 - after the stub was written
 
     lines = [text.partition(OPTIONS)[0] + OPTIONS]
-    commands = vars(get_command(app))["commands"]
-    for name in sorted(commands):
-        lines += [f"### kvpool {name}", "", "| argument or option | default | meaning |", "|---|---|---|"]
-        for parameter in commands[name].params:
-            if getattr(parameter, "hidden", False):
-                continue
-            is_argument = parameter.param_type_name == "argument"
-            names = [parameter.name.upper()] if is_argument else [*parameter.opts, *parameter.secondary_opts]
-            value = parameter.default
-            if isinstance(value, bool):
-                value = names[0] if value else next(iter(parameter.secondary_opts), None)
-            default = "required" if parameter.required else "" if value in {None, ""} else f"`{value}`"
-            meaning = " ".join((parameter.help or "").split())
-            meaning = re.sub(r"([|*])", r"\\\1", meaning)
-            lines.append(f"| {', '.join(f'`{one}`' for one in names)} | {default} | {meaning} |")
+    for name, parser in make_parsers().items():
+        lines += [f"### kvpool {name}", "", "| argument or option | meaning |", "|---|---|"]
+        for action in parser._actions[1:]:  # noqa: SLF001 - nothing else lists them; the first is --help
+            names = action.option_strings or [action.dest.upper()]
+            meaning = re.sub(r"([|*])", r"\\\1", action.help or "")
+            if action.choices is not None:
+                meaning += f": {', '.join(action.choices)}"
+            if action.required and action.option_strings:
+                meaning += " (required)"
+            lines.append(f"| {', '.join(f'`{one}`' for one in names)} | {meaning} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -1,6 +1,8 @@
 """A fleet of machines on paper: `python benches/fleet --help`."""
 
-from fleet_command import app
+import sys
+
+from fleet_command import main
 
 if __name__ == "__main__":
-    app(prog_name="python benches/fleet")
+    sys.exit(main())

@@ -1,111 +1,139 @@
 """The command line: a fleet of machines with the pools that `kvpool plan` computes for a model."""
 
-import json
-from pathlib import Path
+from __future__ import annotations
 
-import fleet_parameters
-import typer
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from fleet import simulate
-from fleet_config import FleetConfig
+from fleet_config import ROUTES, FleetConfig
 from fleet_options import MAX_REQUESTS, FleetOptions, fleet_of, machine_of
 from fleet_report import fleet_as_json, print_fleet
 from rich.console import Console
 
 from kvpool.errors import ConfigError
 from kvpool.tools.bandwidths import Bandwidth, read_bandwidths
+from kvpool.tools.options import Parser, at_least
 from kvpool.tools.output import WIDTH, fail, refuse, waiting
-from kvpool.tools.plan import parameters
+from kvpool.tools.plan.command import add_model_options, model_options
 from kvpool.tools.plan.model_config import read_model
-from kvpool.tools.plan.solver import PAGE_SIZE, STEP_TOKENS, PlanConfig, make_plan
+from kvpool.tools.plan.solver import make_plan
 from kvpool.tools.traces import Trace, TraceError, read_trace, synthetic_trace
-from kvpool.tools.units import parse_bytes
 
-app: typer.Typer = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Sequence
+
+DESCRIPTION = """\
+Run the requests of a trace through a fleet of machines, of --tp GPUs each, on a
+virtual clock.
+
+Each machine has the pools that `kvpool plan` computes for the model."""
+
+SYNTHETIC_REQUESTS = 1_000
+"""Requests of the synthetic trace, if --requests is not given."""
 
 
-@app.command()
-def simulation(  # noqa: PLR0913 - one parameter per option
-    config: parameters.Config,
-    *,
-    memory: parameters.Memory,
-    reserve: parameters.Reserve = "0",
-    tp: parameters.TensorParallelism = 1,
-    dtype: parameters.Dtype = None,
-    context: parameters.Context = None,
-    mean_context: parameters.MeanContext = None,
-    page_size: parameters.PageSize = PAGE_SIZE,
-    max_requests: parameters.MaxRequests = None,
-    step_tokens: parameters.StepTokens = STEP_TOKENS,
-    host_tier: parameters.HostTier = False,
-    mla: parameters.LatentForm = "latent",
-    bandwidth: fleet_parameters.Bandwidth = None,
-    prefill: fleet_parameters.Prefill = 1,
-    decode: fleet_parameters.Decode = 1,
-    prefill_rate: fleet_parameters.PrefillRate = None,
-    decode_rate: fleet_parameters.DecodeRate = None,
-    step_ms: fleet_parameters.StepMs = 40.0,
-    link: fleet_parameters.Link = None,
-    scattered: fleet_parameters.Scattered = False,
-    store: fleet_parameters.Store = None,
-    store_link: fleet_parameters.StoreLink = None,
-    latency_ms: fleet_parameters.LatencyMs = 0.0,
-    route: fleet_parameters.Route = "earliest",
-    policy: fleet_parameters.Policy = "lru",
-    trace: fleet_parameters.Trace = None,
-    requests: fleet_parameters.Requests = None,
-    seed: fleet_parameters.Seed = 0,
-    speed_up: fleet_parameters.SpeedUp = 1.0,
-    as_json_object: parameters.Json = False,
-) -> None:
-    """Run the requests of a trace through a fleet of machines, of --tp GPUs each, on a virtual clock.
-
-    Each machine has the pools that `kvpool plan` computes for the model.
-    """
-    if max_requests is None and mean_context is None:
-        max_requests = MAX_REQUESTS
-    options = FleetOptions(
-        prefill=prefill,
-        decode=decode,
-        prefill_rate=prefill_rate,
-        decode_rate=decode_rate,
-        step_ms=step_ms,
-        link=link,
-        scattered=scattered,
-        store=store,
-        store_link=store_link,
-        latency_ms=latency_ms,
-        route=route,
-        policy=policy,
-        speed_up=speed_up,
+def make_parser() -> Parser:
+    """Return the parser of the options. Their names are the fields of `FleetOptions`, where it has them."""
+    parser = Parser("python benches/fleet", DESCRIPTION)
+    add_model_options(parser)
+    add, count = parser.add_argument, at_least(1)
+    add(
+        "--bandwidth",
+        type=Path,
+        metavar="FILE",
+        help="output of `kvpool doctor --bandwidth --json`, for what is not given",
     )
+    add("--prefill", type=count, default=1, metavar="N", help="machines that compute prompts (default: 1)")
+    add("--decode", type=count, default=1, metavar="N", help="machines that generate answers (default: 1)")
+    add("--prefill-rate", type=float, metavar="R", help="prompt tokens that a machine computes in a second")
+    add(
+        "--decode-rate",
+        type=float,
+        metavar="R",
+        help="tokens that a machine generates in a second, over all requests",
+    )
+    add(
+        "--step-ms",
+        type=float,
+        default=40.0,
+        metavar="MS",
+        help="least time between two tokens of a request (default: 40)",
+    )
+    add(
+        "--link",
+        metavar="RATE",
+        help="bandwidth between machines: 400Gbit/s, 50GB/s (default: nixl.contiguous)",
+    )
+    add("--scattered", action="store_true", help="hand over slot by slot: the link is nixl.scattered")
+    add("--store", metavar="SIZE", help="size of a store that prefill machines share: 20TB (default: none)")
+    add(
+        "--store-link", metavar="RATE", help="bandwidth from the store to a machine (default: directory.read)"
+    )
+    add(
+        "--latency-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="time before the first byte of a transfer (default: 0)",
+    )
+    add(
+        "--route",
+        default="earliest",
+        help=f"prefill machine of a request: {', '.join(ROUTES)} (default: earliest)",
+    )
+    add(
+        "--policy", default="lru", help="what prefix caches evict first, as in `kvpool replay` (default: lru)"
+    )
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="a Mooncake JSONL or Azure CSV trace (default: a synthetic one)",
+    )
+    add(
+        "--requests",
+        type=count,
+        metavar="N",
+        help=f"the first N requests; of a synthetic trace all ({SYNTHETIC_REQUESTS})",
+    )
+    add("--seed", type=at_least(0), default=0, metavar="N", help="seed of the synthetic trace (default: 0)")
+    add(
+        "--speed-up",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="factor by which requests arrive faster (default: 1)",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit status."""
+    options = make_parser().parse_args(arguments)
+    if options.max_requests is None and options.mean_context is None:
+        options.max_requests = MAX_REQUESTS
+    fleet = FleetOptions(**{field.name: getattr(options, field.name) for field in fields(FleetOptions)})
     try:
-        memory_of_each = PlanConfig(
-            memory_bytes=parse_bytes(memory),
-            reserve_bytes=parse_bytes(reserve),
-            tp=tp,
-            dtype=dtype,
-            context_len=context,
-            mean_context=mean_context,
-            page_size=page_size,
-            max_requests=max_requests,
-            step_tokens=step_tokens,
-            host_tier=host_tier,
-            mla=mla,
-        )
+        config = model_options(options, "cuda")
     except ConfigError as error:
         refuse(str(error))
     try:
-        measured = [] if bandwidth is None else read_bandwidths(bandwidth)
-        machines = _fleet(options, measured)
-        made = make_plan(read_model(config), memory_of_each)
+        measured = [] if options.bandwidth is None else read_bandwidths(options.bandwidth)
+        machines = _fleet(fleet, measured)
+        made = make_plan(read_model(options.config), config)
         with waiting("simulating the machines"):
-            result = simulate(_read(trace, requests, seed), machine_of(made), machines)
-        if as_json_object:
-            typer.echo(json.dumps(fleet_as_json(result, measured)))
-        else:
-            print_fleet(result, measured, Console(width=WIDTH))
+            result = simulate(_read(options), machine_of(made), machines)
     except (ConfigError, OSError, TraceError) as error:
         fail(str(error))
+    if options.json:
+        print(json.dumps(fleet_as_json(result, measured)))
+    else:
+        print_fleet(result, measured, Console(width=WIDTH))
+    return 0
 
 
 def _fleet(options: FleetOptions, measured: list[Bandwidth]) -> FleetConfig:
@@ -115,7 +143,7 @@ def _fleet(options: FleetOptions, measured: list[Bandwidth]) -> FleetConfig:
         refuse(str(error))
 
 
-def _read(path: Path | None, requests: int | None, seed: int) -> Trace:
-    if path is None:
-        return synthetic_trace(requests or fleet_parameters.SYNTHETIC_REQUESTS, seed)
-    return read_trace(path).head(requests)
+def _read(options: Namespace) -> Trace:
+    if options.trace is None:
+        return synthetic_trace(options.requests or SYNTHETIC_REQUESTS, options.seed)
+    return read_trace(options.trace).head(options.requests)

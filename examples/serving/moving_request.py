@@ -8,11 +8,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
+from kvpool_serving import Engine
 from own_model import VOCAB_SIZE, Decoder, PooledDecoder, generate
 
 from kvpool import KvPoolError
 from kvpool.integrations.nixl import Endpoint, TransferError
-from kvpool.serving import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ PROMPT, ANSWER, HALF, LEASE_S = 60, 24, 12, 30.0
 
 
 class Outgoing:
-    """Lends the rows of a request: a `kvpool.serving.Move`. Its slots are in use until the lease is over."""
+    """Lends the rows of a request: a `kvpool_serving.Move`. Its slots are in use until the lease is over."""
 
     brings, has_begun, has_failed = False, False, False
     _lease: remote.SlotLease | None = None
@@ -57,7 +57,7 @@ class Outgoing:
 
 
 class Incoming:
-    """Reads the rows of a request: a `kvpool.serving.Move`. If that fails, the engine computes them."""
+    """Reads the rows of a request: a `kvpool_serving.Move`. If that fails, the engine computes them."""
 
     brings, has_begun, has_failed = True, False, False
     _transfer: remote.Transfer | None = None

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
+from kvpool_serving import Engine
 from torch import Tensor, nn
 
 import kvpool
 from kvpool.attention import PoolAttention
-from kvpool.serving import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class Decoder(nn.Module):
 
 
 class PooledDecoder:
-    """The model with its pools, for `kvpool.serving.Engine`."""
+    """The model with its pools, for `kvpool_serving.Engine`."""
 
     vocab_size = VOCAB_SIZE
     gdn_pool = None  # this model has no state besides K and V

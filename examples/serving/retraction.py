@@ -1,4 +1,4 @@
-"""A scheduler with retraction, written out: what `kvpool.serving` does, in short.
+"""A scheduler with retraction, written out: what `kvpool_serving` does, in short.
 
 Requests grow by a token in each step. When there is no slot for all of them, the one that has generated least
 goes back to the queue, and its slots go to the prefix cache: they are free for others, and what they do not

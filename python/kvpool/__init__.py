@@ -68,14 +68,12 @@ from kvpool.store import Store
 from kvpool.workspace import Workspace
 
 if TYPE_CHECKING:
-    from kvpool import serving as serving
+    from kvpool import attention as attention
+    from kvpool import metrics as metrics
     from kvpool import typing as typing
-    from kvpool.observe import metrics as metrics
     from kvpool.observe.leaks import Leak
     from kvpool.observe.registry import pools
     from kvpool.observe.snapshot_file import snapshot
-    from kvpool.serving import attention as attention
-    from kvpool.serving import sampling as sampling
 
 __all__ = [
     "BackendUnavailableError",
@@ -132,7 +130,7 @@ __all__ = [
 
 # Imported on first use.
 _OBSERVERS = {"Leak": "leaks", "pools": "registry", "snapshot": "snapshot_file"}
-_MODULES = frozenset({"attention", "metrics", "sampling", "serving", "typing"})
+_MODULES = frozenset({"attention", "metrics", "typing"})
 
 if not TYPE_CHECKING:
     # A type checker that saw it would take every name for one of this module.

@@ -50,8 +50,11 @@ LATER = (
 )
 # Suites that take most of the time of all.
 WITH_MODELS = (
-    *("test_attention.py", "test_model_families.py", "test_pooled_cache.py"),
-    *("test_serving.py", "test_swap.py", "test_transformers.py"),
+    *(
+        f"tests/python/test_{name}.py"
+        for name in ("attention", "model_families", "pooled_cache", "transformers")
+    ),
+    "examples/serving/tests",
 )
 SOFTWARE_FACTOR = 3
 NO_CLOCK = "the driver made of software has no clock, and no kernels of PyTorch"
@@ -103,7 +106,7 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
         return pytest_command(count if has_xdist else 0, *arguments, is_software=is_software, marks=marks)
 
     processes = max(1, min(14, (os.cpu_count() or 1) - 2))
-    ignored = [f"--ignore=tests/python/{name}" for name in ("test_cuda_torch.py", *WITH_MODELS)]
+    ignored = [f"--ignore={name}" for name in ("tests/python/test_cuda_torch.py", *WITH_MODELS)]
     others = ("tests/python", *ignored)
     no_clock, no_kernels = (NO_CLOCK, NO_KERNELS) if is_software else ("", "")
     quick = ("--once", "--little", "--rows", "256", "--tokens", "1,33")
@@ -176,7 +179,7 @@ def make_steps(out: Path, *, is_software: bool, has_xdist: bool) -> list[Step]:
         ),
         Step(
             *("tests with models", "that models give the tokens that they give alone"),
-            *(tests(processes, *(f"tests/python/{name}" for name in WITH_MODELS)), 120),
+            *(tests(processes, *WITH_MODELS), 120),
             env=alone,
             excuse=only_missing,
         ),

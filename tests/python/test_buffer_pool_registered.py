@@ -21,7 +21,7 @@ from kvpool import BufferPool, ConfigError, DriverError, OutOfMemoryError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
     from software import Driver
 
 

@@ -20,7 +20,7 @@ from capture_calls import ENTRIES, INSTANCES, all_entries
 from capture_surface import surface
 
 if TYPE_CHECKING:
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
     from software import Driver
 
 TABLE = all_entries()

@@ -23,7 +23,7 @@ from kvpool import ChunkPool, ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
     from software import Driver
 
 MEMINFO = Path("/proc/meminfo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -11,12 +12,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import command_line
 import pytest
-from typer.testing import CliRunner
+from model_configs import CONFIGS
 
 import kvpool
 from kvpool.tools import output
-from kvpool.tools.cli import app
+from kvpool.tools.cli import main, make_parsers
 from kvpool.tools.needs import COMMAND_LINE, COMMANDS, lack, remedy
 
 if TYPE_CHECKING:
@@ -54,36 +56,59 @@ def test_without_extras_there_is_help_and_a_version() -> None:
     status, text, errors = run_alone("--help")
     assert (status, errors) == (0, "")
     assert run_alone() == (status, text, errors)
-    assert re.findall(r"^  (\w+) ", text, re.MULTILINE) == [*COMMANDS]
-    assert "It needs typer, rich, numpy and torch: pip install 'kvpool[tools,torch]'" in text
+    assert re.findall(r"^  (\w+)  ", text, re.MULTILINE) == [*COMMANDS]
+    assert "It needs rich, numpy and torch: pip install 'kvpool[tools,torch]'" in text
+    for command in COMMANDS:
+        status, text, errors = run_alone(command, "--help")
+        assert (status, errors) == (0, "")
+        assert text.startswith(f"usage: kvpool {command} ")
+        assert max(map(len, text.splitlines())) <= output.WIDTH
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("arguments", "said"),
     [
-        ("plan", "plan needs typer and rich: pip install 'kvpool[tools]'"),
-        ("replay", "replay needs typer, rich, numpy and torch: pip install 'kvpool[tools,torch]'"),
-        ("other", "every command but doctor needs typer and rich: pip install 'kvpool[tools]'"),
+        (("plan", "x", "--memory", "1"), "plan without --json needs rich: pip install 'kvpool[tools]'"),
+        (("replay",), "replay needs rich, numpy and torch: pip install 'kvpool[tools,torch]'"),
+        (("doctor", "--bandwidth"), "doctor --bandwidth needs rich: pip install 'kvpool[tools]'"),
     ],
 )
-def test_without_extras_commands_say_all_that_they_need(command: str, said: str) -> None:
-    assert run_alone(command) == (1, "", f"kvpool: {said}\n")
+def test_without_extras_commands_say_all_that_they_need(arguments: tuple[str, ...], said: str) -> None:
+    assert run_alone(*arguments) == (1, "", f"kvpool: {said}\n")
 
 
-def test_with_typer_commands_say_all_that_they_need(hide: Callable[[set[str]], None]) -> None:
-    def error_output(*arguments: str) -> str:
-        result = CliRunner().invoke(app, arguments)
-        assert (result.exit_code, result.stdout) == (1, "")
-        return result.stderr
+def test_a_plan_as_json_needs_no_extra(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3.1-8B"]))
+    status, text, errors = run_alone("plan", str(tmp_path), "--memory", "1GiB", "--context", "512", "--json")
+    assert (status, errors) == (0, "")
+    assert json.loads(text)
 
-    hide({"torch", "transformers", "matplotlib"})
+
+def test_with_a_part_of_the_extras_commands_say_what_is_missing(hide: Callable[[set[str]], None]) -> None:
+    hide({"torch", "matplotlib"})
     for arguments, names, extras in (
-        (("serve",), "torch and transformers", "transformers"),
         (("replay", "--plot", "x.svg"), "torch and matplotlib", "tools,torch"),
         (("replay",), "torch", "torch"),
     ):
-        needed = f"{arguments[0]} needs {names}"
-        assert error_output(*arguments) == f"kvpool: {needed}: pip install 'kvpool[{extras}]'\n"
+        result = command_line.invoke(main, arguments)
+        said = f"kvpool: replay needs {names}: pip install 'kvpool[{extras}]'\n"
+        assert (result.exit_code, result.stdout, result.stderr) == (1, "", said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("other",), "there is no command 'other'; there are doctor, plan, replay"),
+        (("replay", "--layers", "two"), "argument --layers: 'two' is not an integer"),
+        (("replay", "--layers", "0"), "argument --layers: 0 is less than 1"),
+        (("replay", "--no-such"), "unrecognized arguments: --no-such"),
+        (("replay", "--prefix"), "unrecognized arguments: --prefix"),
+        (("plan", "x"), "the following arguments are required: --memory"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments: tuple[str, ...], said: str) -> None:
+    result = command_line.invoke(main, arguments)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"kvpool: {said}\n")
 
 
 def test_extras_have_what_messages_say() -> None:
@@ -98,17 +123,16 @@ def test_extras_have_what_messages_say() -> None:
     assert lack("it", ["json"]) == ""
 
 
-def test_the_version_and_completion() -> None:
-    assert CliRunner().invoke(app, ["--version"]).stdout == VERSION
-    words = {"_KVPOOL_COMPLETE": "complete_bash", "COMP_WORDS": "kvpool pl", "COMP_CWORD": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "kvpool"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **words},
-    )
-    assert done.stdout.split() == ["plan"]
+def test_every_option_has_a_line_of_help() -> None:
+    for name, parser in make_parsers().items():
+        for action in parser._actions:
+            assert action.help, (name, action)
+            assert len(action.help) <= 110, (name, action.help)
+            assert not action.help.endswith("."), (name, action.help)
+
+
+def test_the_version() -> None:
+    assert command_line.invoke(main, ["--version"]) == (0, VERSION, "")
 
 
 def test_a_command_says_what_it_waits_for(

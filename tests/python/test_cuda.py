@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
     from software import Driver
 
 pytestmark = pytest.mark.cuda

@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import command_line
 import pytest
 import torch
 from common import some
-from typer.testing import CliRunner
 
 from kvpool import (
     BatchPlanner,
@@ -29,7 +29,7 @@ from kvpool import (
     ReqToTokenPool,
     TokenToKVPoolAllocator,
 )
-from kvpool.tools.cli import app
+from kvpool.tools.cli import main
 from kvpool.tools.traces import synthetic_trace
 
 if TYPE_CHECKING:
@@ -774,7 +774,7 @@ def test_the_command_replays_on_the_device_and_verifies_every_token(
         *("--page-size", str(page_size), "--speed-up", "4", "--json"),
         *options,
     ]
-    result = CliRunner().invoke(app, arguments)
+    result = command_line.invoke(main, arguments)
     assert result.exit_code == 0, result.output
     said: dict[str, Any] = json.loads(result.stdout)
     assert (said["finished"], said["rejected"], said["config"]["device"]) == (100, 0, "cuda")

@@ -39,7 +39,7 @@ from kvpool import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
     from software import Driver
 
 HERE = __file__

@@ -12,7 +12,7 @@ import torch
 from kvpool import _kvpool
 
 if TYPE_CHECKING:
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 
 STORAGE = [str(dtype)[6:] for dtype in common.STORAGE]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from common import each_failure
+from kvpool_serving import Engine, Request
 from pool_reader import PoolReader, alone, is_whole
 from software import LAUNCH_FAILED, NEWER_CODES, OUT_OF_MEMORY, memory_of_pytorch
 
 from kvpool import DriverError, IndexOwnershipError, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
-from kvpool.serving import Engine, Request
 from kvpool.tools.replay import token_rows
 from kvpool.tools.replay.config import ReplayConfig
 from kvpool.tools.replay.replay import Replay

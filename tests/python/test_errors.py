@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 BASES: dict[str, type[Exception]] = {
     "ConfigError": ValueError,

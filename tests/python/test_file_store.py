@@ -28,7 +28,7 @@ from kvpool import ConfigError, FileStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 pytestmark = pytest.mark.processes
 

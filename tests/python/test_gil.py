@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("driver")]
 

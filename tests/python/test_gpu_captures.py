@@ -13,7 +13,7 @@ import pytest
 import records
 
 if TYPE_CHECKING:
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 GPU = Path(__file__).resolve().parents[1] / "gpu"
 

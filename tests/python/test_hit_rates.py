@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import command_line
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from kvpool.errors import ConfigError
-from kvpool.tools.cli import app
+from kvpool.tools.cli import main
 from kvpool.tools.policies import BELADY, POLICIES
 from kvpool.tools.replay.hit_rates import HitRates, measure
 from kvpool.tools.replay.prompts import Prompts
@@ -140,7 +140,7 @@ def test_the_conversation_trace() -> None:
 
 
 def invoke(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["replay", *arguments])
+    result = command_line.invoke(main, ["replay", *arguments])
     return result.exit_code, result.stdout, result.stderr
 
 

@@ -20,7 +20,7 @@ from kvpool import ConfigError, IndexOwnershipError, OutOfMemoryError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 
 def small_pool(**kwargs: Any) -> kvpool.KVPool:  # noqa: ANN401

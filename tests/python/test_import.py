@@ -11,7 +11,7 @@ import kvpool
 from kvpool import _kvpool
 
 if TYPE_CHECKING:
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 USE = """
 import kvpool
@@ -122,7 +122,7 @@ def test_import_loads_no_other_package(run_snippet: RunSnippet) -> None:
     loaded = run_snippet(
         """
         import kvpool, kvpool.typing
-        tools = {"rich", "typer", "matplotlib", "blake3", "msgspec", "zmq"}
+        tools = {"rich", "matplotlib", "blake3", "msgspec", "zmq"}
         others = {"torch", "numpy", "ml_dtypes", *tools}
         print(*(name for name in sys.modules if name in others or name.startswith("kvpool.tools")), end="")
         """

@@ -13,11 +13,11 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING
 
-import conftest
 import pytest
+import shared_fixtures
 
 if TYPE_CHECKING:
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
     from software import Driver
 
 pytestmark = pytest.mark.timeout(240)
@@ -273,7 +273,7 @@ def test_interrupts_arrive_where_the_tests_were_started_in_the_background(run_sn
     """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        conftest.restore_interrupts()
+        shared_fixtures.restore_interrupts()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
     finally:

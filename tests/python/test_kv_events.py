@@ -50,7 +50,7 @@ from kvpool.integrations.kv_events.messages import BATCH_TOKENS, MAX_LISTED, bat
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
     from kvpool.typing import Namespace
 

@@ -13,7 +13,7 @@ from common import MIB, assert_steady, needs_statm, some
 import kvpool
 
 if TYPE_CHECKING:
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 
 def make_kv(size: int = 1016) -> kvpool.KVPool:

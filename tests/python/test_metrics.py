@@ -30,17 +30,17 @@ from kvpool import (
     ReqToTokenPool,
     TokenToKVPoolAllocator,
     Workspace,
+    metrics,
     pools,
 )
 from kvpool._kvpool import HybridTree
 from kvpool.integrations.sglang.tree_owners import TreeOwners
-from kvpool.observe import metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
     from kvpool import Store
 

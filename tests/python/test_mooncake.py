@@ -24,10 +24,11 @@ from kvpool.integrations import mooncake as adapter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 pytestmark = pytest.mark.processes
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "serving"
 MOONCAKE = Path(os.environ.get("KVPOOL_MOONCAKE") or Path(sys.prefix) / "mooncake")
 """The folder in which `make` installs Mooncake, and the packages of Debian that it needs."""
 
@@ -48,7 +49,7 @@ def environment() -> dict[str, str]:
     assert package.origin is not None
     libraries = {str(library.parent) for library in (MOONCAKE / "debian").rglob("lib*.so.*")}
     searched = {
-        "PYTHONPATH": [str(Path(package.origin).parents[1]), str(MOONCAKE)],
+        "PYTHONPATH": [str(Path(package.origin).parents[1]), str(MOONCAKE), str(EXAMPLES)],
         "LD_LIBRARY_PATH": sorted(libraries),
     }
     return {

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
     from typing_extensions import Self
 
 pytestmark = pytest.mark.processes
@@ -81,7 +82,7 @@ class Process:
     """One process with an endpoint."""
 
     def __init__(
-        self, env: dict[str, str], name: str, *, inside: Sequence[str] = (), **options: object
+        self, env: dict[str, str], name: str, inside: Sequence[str] = (), /, **options: str | int
     ) -> None:
         """Start it by the command `inside`, with the options of `nixl_process.py`."""
         self.name = name
@@ -236,9 +237,8 @@ def two_machines() -> Iterator[list[list[str]]]:
             ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
         for name in names:
-            wait_until(
-                lambda name=name: "state UP" in ip("-n", name, "link", "show", "eth0"), "the cable is dead"
-            )
+            show = partial(ip, "-n", name, "link", "show", "eth0")
+            wait_until(lambda: "state UP" in show(), "the cable is dead")  # noqa: B023 - it is called here
         yield [[str(IP), "netns", "exec", name] for name in names]
 
 
@@ -249,7 +249,7 @@ def test_rows_between_machines(nixl: dict[str, str]) -> None:
     there, here = SLOTS["scattered"]
     with two_machines() as places, ExitStack() as stack:
         a, b = (
-            stack.enter_context(Process(env, name, inside=inside, network="eth0"))
+            stack.enter_context(Process(env, name, inside, network="eth0"))
             for name, inside in zip("ab", places, strict=True)
         )
         assert {*a.ask("listening")} == {"01004D0A"}
@@ -261,7 +261,7 @@ def test_rows_between_machines(nixl: dict[str, str]) -> None:
         assert b.ask("wrong", here, 5) == 0
         wait_until(lambda: a.ask("lease", -1) == [True, True, None], "the slots were not returned")
         # A device that one of them does not have leads nowhere.
-        stranger = stack.enter_context(Process(env, "c", inside=places[0]))
+        stranger = stack.enter_context(Process(env, "c", places[0]))
         assert b.ask("connect", stranger.ask("metadata"))["error"] == "TransferError"
 
 

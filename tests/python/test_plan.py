@@ -8,6 +8,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import command_line
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,12 +16,11 @@ from hypothesis import strategies as st
 from model_configs import COMMON, CONFIGS, SMALL
 from small_models import small_config, state_shapes_of
 from transformers import AutoConfig, AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.errors import ConfigError
 from kvpool.integrations.transformers import PooledModel
-from kvpool.tools.cli import app
+from kvpool.tools.cli import main
 from kvpool.tools.output import bytes_text, exact_bytes_text
 from kvpool.tools.plan.fields import DEFAULTS, Fields
 from kvpool.tools.plan.layer_kinds import layer_kinds
@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
     from software import Driver
-    from typer.testing import Result
 
     from kvpool.tools.plan.model import Model
 
@@ -724,8 +723,8 @@ def deepseek(tmp_path: Path) -> Path:
     return path
 
 
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["plan", *arguments])
+def invoke(*arguments: str) -> command_line.Result:
+    return command_line.invoke(main, ["plan", *arguments])
 
 
 def test_the_command_prints_tables_and_constructors(deepseek: Path) -> None:

@@ -47,7 +47,7 @@ from kvpool.integrations.transformers.layout import cache_argument, only_shape
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 PAGE_SIZES = [1, 4, 64]
 

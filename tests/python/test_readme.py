@@ -18,11 +18,11 @@ import kvpool
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES.append(ROOT / "benches" / "fleet" / "README.md")
+PAGES += [ROOT / folder / "README.md" for folder in ("benches/fleet", "examples/serving")]
 RESULTS = ROOT / "benches" / "RESULTS.md"
 CLASSES = {
     "TokenToKVPoolAllocator": "token_to_kv_pool_allocator",
@@ -43,8 +43,10 @@ CLASSES = {
 RUNNER = """
 import linecache
 import os
+import sys
 os.environ.pop("KVPOOL_DEBUG", None)
 os.chdir({folder!r})
+sys.path.insert(0, {beside!r})
 namespace = {{"__name__": "__main__"}}
 for page, line, source in {blocks!r}:
     text = "\\n" * line + source
@@ -93,7 +95,7 @@ def run_blocks(run_snippet: RunSnippet, page: Path, kinds: set[str], folder: Pat
         blocks = [*itertools.takewhile(lambda block: "transformers" not in block[2], blocks)]
         if not blocks:
             pytest.skip("its first example needs transformers")
-    run_snippet(RUNNER.format(folder=str(folder), blocks=blocks), has_torch=True)
+    run_snippet(RUNNER.format(folder=str(folder), beside=str(page.parent), blocks=blocks), has_torch=True)
 
 
 @each_of([page for page in PAGES if has(page, "python")])
@@ -118,13 +120,13 @@ def test_examples_of_jax_run_on_what_it_has(tmp_path: Path, run_snippet: RunSnip
     blocks = [
         (page.name, line, code) for kind, line, code in fences(page) if kind in {"python", "python jax"}
     ]
-    run_snippet(JAX + RUNNER.format(folder=str(tmp_path), blocks=blocks))
+    run_snippet(JAX + RUNNER.format(folder=str(tmp_path), beside="", blocks=blocks))
 
 
 def test_the_first_examples_need_neither_pytorch_nor_numpy(tmp_path: Path, run_snippet: RunSnippet) -> None:
     for name in ("classes.md", "frameworks.md"):
         _, line, code = next(fences(ROOT / "docs" / name))
-        runner = RUNNER.format(folder=str(tmp_path), blocks=[(name, line, code)])
+        runner = RUNNER.format(folder=str(tmp_path), beside="", blocks=[(name, line, code)])
         run_snippet(runner, hidden=["torch", "numpy"])
 
 
@@ -227,7 +229,7 @@ def test_everything_public_is_on_one_page_of_the_reference() -> None:
     headings = re.findall(r"^## `kvpool\.(\w+)`$", text, flags=re.MULTILINE)
     described = {name for name in kvpool.__all__ if isinstance(getattr(kvpool, name), type)}
     assert described <= {*headings}
-    assert {"make_req_to_token_pool", "snapshot", "serving", "remote", "typing"} <= {*headings}
+    assert {"make_req_to_token_pool", "snapshot", "remote", "typing"} <= {*headings}
     assert len(headings) == len({*headings})
 
 
@@ -242,7 +244,7 @@ def test_tables_stand_apart_from_text(page: Path) -> None:
 def test_every_metric_is_named_in_the_docs() -> None:
     from prometheus_client.core import CounterMetricFamily
 
-    from kvpool.observe import metrics
+    from kvpool import metrics
 
     text = text_of(ROOT / "docs" / "debugging.md").partition("## Metrics")[2].partition("\n## ")[0]
     named = set()
@@ -332,18 +334,16 @@ def commands(page: Path) -> list[str]:
 
 @each_page
 def test_commands_that_pages_name_exist(page: Path) -> None:
-    from typer.main import get_command
-
-    from kvpool.tools.cli import app
+    from kvpool.tools.cli import make_parsers
 
     targets = set(re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), flags=re.MULTILINE))
-    known = vars(get_command(app))["commands"]
+    known = make_parsers()
     for command in commands(page):
         if make := re.match(r"make ([\w-]+)", command):
             assert make[1] in targets, command
         if tool := re.match(r"kvpool ([a-z]+)(.*)", command):
             assert tool[1] in known, command
-            options = {option for p in known[tool[1]].params for option in (*p.opts, *p.secondary_opts)}
+            options = {option for action in known[tool[1]]._actions for option in action.option_strings}
             assert set(re.findall(r"--[\w-]+", tool[2])) <= options, command
 
 

@@ -16,9 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool import ConfigError, KVPool, TokenToKVPoolAllocator, snapshot
+from kvpool import ConfigError, KVPool, TokenToKVPoolAllocator, metrics, snapshot
 from kvpool._endpoints import endpoints
-from kvpool.observe import metrics
 from kvpool.observe.snapshot import owners, take_endpoint
 from kvpool.observe.snapshot_png import to_figure
 from kvpool.remote import TransferError, messages

@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import command_line
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
+from common import some
 
 from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.errors import ConfigError, KvPoolError
-from kvpool.tools.cli import app
+from kvpool.tools.cli import main
 from kvpool.tools.replay.config import ReplayConfig
 from kvpool.tools.replay.errors import ReplayError, VerificationError
 from kvpool.tools.replay.pool_size import suggest_pool_size
@@ -335,7 +336,7 @@ def test_two_requests_in_one_slot_are_found(monkeypatch: pytest.MonkeyPatch) -> 
         own = state.scheduler._extend
 
         def twice(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
-            plan = own(*arguments, **options)
+            plan = some(own(*arguments, **options))
             slots = plan.out_cache_loc
             slots[:] = slots[0].item()
             for row, position in zip(plan.req_pool_indices.tolist(), plan.positions.tolist(), strict=True):
@@ -428,7 +429,7 @@ class Outcome(NamedTuple):
 
 
 def invoke(*arguments: str) -> Outcome:
-    result = CliRunner().invoke(app, ["replay", *arguments])
+    result = command_line.invoke(main, ["replay", *arguments])
     return Outcome(result.exit_code, result.stdout, result.stderr)
 
 

@@ -37,7 +37,7 @@ from kvpool.observe.spans import Span
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 
 pytestmark = pytest.mark.usefixtures("device")

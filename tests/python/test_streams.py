@@ -30,7 +30,7 @@ from kvpool import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
     from software import Driver
 
 pytestmark = pytest.mark.cuda

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 # Memory of every kind, and what one call raises.
 TENSORS = """

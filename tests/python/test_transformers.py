@@ -11,6 +11,7 @@ import devices
 import pytest
 import torch
 from devices import to_current
+from kvpool_serving import Engine, Request, Sampling
 from pool_reader import is_whole
 from tiny_models import (
     MODELS,
@@ -33,7 +34,6 @@ from transformers import DynamicCache, MambaConfig
 from kvpool import BatchPlan, BatchPlanner, ConfigError, HostTier, PrefixCache, StaleBufferError
 from kvpool.integrations.transformers import PooledModel
 from kvpool.integrations.transformers.layout import cache_argument
-from kvpool.serving import Engine, Request, Sampling
 
 
 @pytest.fixture(autouse=True)

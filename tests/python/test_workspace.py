@@ -19,7 +19,7 @@ from kvpool import ConfigError, Workspace, WorkspaceExhaustedError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from conftest import RunSnippet
+    from shared_fixtures import RunSnippet
 
 
 @pytest.fixture(autouse=True)

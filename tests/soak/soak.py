@@ -8,18 +8,19 @@ wrong, and with 2 if there was not enough time to say.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import itertools
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import typer
 from memory_curve import COLUMNS, LIMITS, Trend, find_trends, read_samples, save_curve, take_sample
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -199,28 +200,33 @@ def print_report(columns: dict[str, NDArray[np.float64]], trends: Sequence[Trend
     console.print(table)
 
 
-def main(  # noqa: PLR0913 - one parameter per option
-    *,
-    minutes: Annotated[float, typer.Option(min=0.0, help="For how long; 0 with --hours.")] = 60.0,
-    hours: Annotated[float, typer.Option(min=0.0, help="For how long, in hours, besides --minutes.")] = 0.0,
-    device: Annotated[str, typer.Option(help="Where the pools live, as PyTorch writes it.")] = "cpu",
-    every_s: Annotated[float, typer.Option(min=0.01, help="Seconds between samples.")] = 5.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first round.")] = 0,
-    folder: Annotated[Path, typer.Option("--out", help="Where soak.csv and soak.png go.")] = Path("target"),
-    traces: Annotated[Path, typer.Option(help="Folder of published traces, if it is there.")] = TRACES,
-    memory_limit: Annotated[
-        float, typer.Option(help="KiB by which resident and anonymous memory may grow in an hour.")
-    ] = LIMITS["rss_kib"],
-) -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    add = parser.add_argument
+    add("--minutes", type=float, default=60.0, help="for how long; 0 with --hours")
+    add("--hours", type=float, default=0.0, help="for how long, in hours, besides --minutes")
+    add("--device", default="cpu", help="where the pools live, as PyTorch writes it")
+    add("--every-s", type=float, default=5.0, help="seconds between samples")
+    add("--seed", type=int, default=0, help="of the first round")
+    add("--out", type=Path, default=Path("target"), help="folder of soak.csv and soak.png")
+    add("--traces", type=Path, default=TRACES, help="folder of published traces, if it is there")
+    limit = "KiB by which resident and anonymous memory may grow in an hour"
+    add("--memory-limit", type=float, default=LIMITS["rss_kib"], help=limit)
+    return parser
+
+
+def main() -> int:
     """Use all pools again and again, and end with status 1 if the process grows."""
+    options = make_parser().parse_args()
     console = Console(stderr=True)
     torch.set_num_threads(1)
-    folder.mkdir(parents=True, exist_ok=True)
-    samples, png = folder / "soak.csv", folder / "soak.png"
-    soak = Soak(device, seed, load_traces(traces))
+    options.out.mkdir(parents=True, exist_ok=True)
+    samples, png = options.out / "soak.csv", options.out / "soak.png"
+    soak = Soak(options.device, options.seed, load_traces(options.traces))
     columns = (TextColumn("soaking"), BarColumn(), TextColumn("{task.fields[done]}"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
-        total = 60.0 * minutes + 3600.0 * hours
+        total = 60.0 * options.minutes + 3600.0 * options.hours
         task = bar.add_task("", total=total, done="")
 
         def update(soak: Soak, seconds: float) -> None:
@@ -229,14 +235,13 @@ def main(  # noqa: PLR0913 - one parameter per option
             )
 
         try:
-            soak_for(soak, total, every_s, samples, update)
+            soak_for(soak, total, options.every_s, samples, update)
         except KeyboardInterrupt:
             console.print("interrupted; what follows is about the time until then")
         else:
             soak.finish()
-    raise typer.Exit(
-        deliver(samples, png, {**LIMITS, "rss_kib": memory_limit, "anonymous_kib": memory_limit})
-    )
+    limit = options.memory_limit
+    return deliver(samples, png, {**LIMITS, "rss_kib": limit, "anonymous_kib": limit})
 
 
 def deliver(samples: Path, png: Path, limits: dict[str, float]) -> int:
@@ -244,13 +249,13 @@ def deliver(samples: Path, png: Path, limits: dict[str, float]) -> int:
     found = read_samples(samples)
     trends = find_trends(found, limits)
     if not trends:
-        typer.echo(f"{len(found['seconds'])} samples are too few to say whether anything grows")
+        sys.stdout.write(f"{len(found['seconds'])} samples are too few to say whether anything grows\n")
         return 2
     print_report(found, trends, Console())
     save_curve(found, trends, png)
-    typer.echo(f"samples: {samples}, picture: {png}")
+    sys.stdout.write(f"samples: {samples}, picture: {png}\n")
     return 0 if all(trend.is_flat for trend in trends) else 1
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())

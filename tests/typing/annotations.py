@@ -53,7 +53,7 @@ def names(kv: kvpool.KVPool, allocator: kvpool.TokenToKVPoolAllocator, policy: P
     kvpool.BufferPool("cpu", rounding="up")  # type: ignore[arg-type]
     kvpool.KVPool(8, 1, 1, 4, "cpu", layout="split")
     allocator.alloc(4, contiguous="worst_fit")  # type: ignore[arg-type]
-    print(kvpool.metrics.register, kvpool.serving.Engine, kvpool.attention.PoolAttention, Nope)
+    print(kvpool.metrics.register, kvpool.attention.PoolAttention, Nope)
 
 
 def places(table: kvpool.ReqToTokenPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -10,20 +11,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import command_line
 import numpy as np
 import pytest
 from break_even import BreakEven
 from fleet import FleetResult, _Cache, simulate
-from fleet_command import app
+from fleet_command import main
 from fleet_config import ROUTES, FleetConfig, Machine
 from fleet_options import FleetOptions, fleet_of, machine_of
 from fleet_report import fleet_as_json
 from model_configs import CONFIGS
-from typer.testing import CliRunner
 
 from kvpool.errors import ConfigError
 from kvpool.tools.bandwidths import Bandwidth, as_json, read_bandwidths
-from kvpool.tools.cli import app as kvpool
+from kvpool.tools.cli import main as kvpool
 from kvpool.tools.plan.model_config import parse_model
 from kvpool.tools.plan.solver import PlanConfig, make_plan
 from kvpool.tools.replay.hit_rates import measure
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-    from typer.testing import Result
-
 GIB = 1 << 30
 FLEETS = Path(__file__).parents[1]
 PAGE = FLEETS / "README.md"
@@ -447,8 +446,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def invoke(*arguments: str, model: str = "Llama-3.1-8B") -> Result:
-    return CliRunner().invoke(app, [f"{model}.json", "--memory", "60GiB", *arguments])
+def invoke(*arguments: str, model: str = "Llama-3.1-8B") -> command_line.Result:
+    return command_line.invoke(main, [f"{model}.json", "--memory", "60GiB", *arguments])
 
 
 SMALL = ("--requests", "30", "--prefill-rate", "9000", "--decode-rate", "2000")
@@ -537,17 +536,19 @@ def test_the_commands_of_the_page_run(command: str, folder: Path, monkeypatch: p
     name, *arguments = words.replace("/mnt/nvme", ".").split()
     program = kvpool
     if name == "python":
-        program, folder_of_it = app, arguments.pop(0)
+        program, folder_of_it = main, arguments.pop(0)
         assert (folder / folder_of_it).resolve() == FLEETS
         arguments += ["--requests", "20"]
     else:
         assert name == "kvpool"
     if arguments[0] == "doctor":
         arguments += ["--size", "1MiB", "--seconds", "1e-6"]
-        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)  # without NIXL, which takes seconds
+        find = importlib.util.find_spec
+        # NIXL takes seconds.
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "nixl" else find(name))
     elif arguments[0] == "replay":
         arguments += ["--requests", "20"]
-    result = CliRunner().invoke(program, arguments)
+    result = command_line.invoke(program, arguments)
     assert result.exit_code == 0, result.stderr
     if target:
         assert read_bandwidths(write_text(folder / target, result.stdout))

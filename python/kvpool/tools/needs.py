@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-COMMAND_LINE = ("typer", "rich")
-"""The packages that every command needs. Without them only `doctor` works: it parses arguments itself."""
+COMMAND_LINE = ("rich",)
+"""The packages that print tables and show progress."""
 
 
 class Command(NamedTuple):
@@ -17,7 +17,7 @@ class Command(NamedTuple):
 
     Attributes:
         text: A description of it.
-        needs: Packages that it needs besides `COMMAND_LINE`.
+        needs: Packages without which it does nothing.
     """
 
     text: str
@@ -25,17 +25,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "serve": Command("Serve a small model through the pools.", ("numpy", "torch", "transformers")),
-    "replay": Command("Drive the pools with a request trace.", ("numpy", "torch")),
-    "plan": Command("Compute what fits into memory, and print the pools for it."),
     "doctor": Command("Report what works on this machine."),
+    "plan": Command("Compute what fits into memory, and print the pools for it."),
+    "replay": Command("Drive the pools with a request trace.", (*COMMAND_LINE, "numpy", "torch")),
 }
 
-_EXTRAS = {
-    **dict.fromkeys((*COMMAND_LINE, "matplotlib", "numpy"), "tools"),
-    "torch": "torch",
-    "transformers": "transformers",
-}
+_EXTRAS = {**dict.fromkeys((*COMMAND_LINE, "matplotlib", "numpy"), "tools"), "torch": "torch"}
 
 
 def missing(names: Iterable[str]) -> list[str]:
@@ -45,10 +40,7 @@ def missing(names: Iterable[str]) -> list[str]:
 
 def remedy(packages: Iterable[str]) -> str:
     """Return the command that installs these packages."""
-    extras = {_EXTRAS[name] for name in packages}
-    if "transformers" in extras:
-        extras -= {"torch"}  # it brings PyTorch
-    return f"pip install 'kvpool[{','.join(sorted(extras))}]'"
+    return f"pip install 'kvpool[{','.join(sorted({_EXTRAS[name] for name in packages}))}]'"
 
 
 def lack(what: str, packages: Iterable[str]) -> str:

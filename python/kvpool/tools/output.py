@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from kvpool.tools.needs import lack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from typer import Context
+    from collections.abc import Iterator
 
 WIDTH = 80
 """Width of tables, the same on every terminal and in a file."""
@@ -64,16 +62,6 @@ def refuse(message: str) -> NoReturn:
 def _end(message: str, status: int) -> NoReturn:
     sys.stderr.write(f"kvpool: {message}\n")
     sys.exit(status)
-
-
-def refuse_unused(called: Context, names: Iterable[str], use: str) -> None:
-    """Exit as `refuse` does if one of these parameters was given, which a run without `use` does not have."""
-    wanted = {*names}
-    for option in called.command.params:
-        if option.name in wanted:
-            source = called.get_parameter_source(option.name)
-            if source is not None and source.name == "COMMANDLINE":
-                refuse(f"{option.opts[0]} is for {use}")
 
 
 def need(what: str, *packages: str) -> None:

@@ -6,14 +6,14 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from kvpool_serving import Engine
 from pool_reader import PoolReader, alone, settle
 
 from kvpool import HostTier, PrefixCache
 from kvpool.integrations.mooncake import MooncakeStore
-from kvpool.serving import Engine
 
 if TYPE_CHECKING:
-    from kvpool.serving import Request
+    from kvpool_serving import Request
 
 MASTER, SEGMENT = sys.argv[1], int(sys.argv[2])
 

@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from common import some
 from devices import to_current
+from kvpool_serving.sampling import sample
 
 from kvpool import HostTier, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
-from kvpool.sampling import sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvpool_serving import Engine, Request
+
     from kvpool import BatchPlan, GDNPool
-    from kvpool.serving import Engine, Request
 
 VOCAB = 50
 

@@ -1,10 +1,10 @@
-"""LMCache 0.5 on kvpool, and the older names of its `mem_pool`.
+"""LMCache 0.5 on kvpool.
 
 `pip install 'kvpool[lmcache]'`, then start LMCache with `KVPOOL_LMCACHE=1` in its environment. The classes
 and functions of `memory` replace its own before it makes any allocator: the bookkeeping of ranges and of
 pages, and host memory. The rest of LMCache does not change.
 
-`mem_pool` has the names of `lmcache.storage_backend.mem_pool`, for which LMCache need not be installed.
+`kvpool.lmcache` has the names of LMCache's older `mem_pool`, for which LMCache need not be installed.
 """
 
 from __future__ import annotations
@@ -17,31 +17,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.lmcache.mem_pool import (
-    BasePool,
-    KVObj,
-    LMCacheMemPoolMetadata,
-    LocalCPUBufferPool,
-    LocalCPUPool,
-    LocalGPUPool,
-    LocalPool,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-__all__ = [
-    "BasePool",
-    "KVObj",
-    "LMCacheMemPoolMetadata",
-    "LocalCPUBufferPool",
-    "LocalCPUPool",
-    "LocalGPUPool",
-    "LocalPool",
-    "is_switched_on",
-    "register",
-]
+__all__ = ["is_switched_on", "register"]
 
 _MEMORY = "lmcache.v1.memory_management"
 """The module of LMCache that all its allocators import."""

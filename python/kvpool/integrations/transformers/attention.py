@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvpool.attention import plain_attention
 from kvpool.errors import ConfigError
-from kvpool.serving.attention import plain_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from kvpool.attention import AttentionGroup, PoolAttention
 from kvpool.errors import ConfigError
 from kvpool.integrations.transformers import attention
 from kvpool.integrations.transformers.layout import cache_argument
 from kvpool.integrations.transformers.probe import call_options, check_call
 from kvpool.integrations.transformers.states import LengthCache, StateCache
-from kvpool.serving.attention import AttentionGroup, PoolAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -3,90 +3,81 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path  # noqa: TC003 - typer reads the annotation
-from typing import Annotated
-
-import typer
-from rich.console import Console
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvpool.errors import ConfigError
 from kvpool.tools.bandwidths import as_json
 from kvpool.tools.doctor.bandwidth import SECONDS, SIZE, measure_machine, print_bandwidths
-from kvpool.tools.doctor.examine import run
+from kvpool.tools.doctor.examine import run as examine
 from kvpool.tools.doctor.report import VERDICTS
-from kvpool.tools.output import WIDTH, bytes_text, fail, refuse
+from kvpool.tools.needs import COMMAND_LINE
+from kvpool.tools.options import Parser
+from kvpool.tools.output import WIDTH, fail, need, refuse
 from kvpool.tools.units import parse_bytes
 
+if TYPE_CHECKING:
+    from argparse import Namespace
 
-def doctor(  # noqa: PLR0913 - one parameter per option
-    *,
-    require: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Exit with status 1 if this does not work, for start scripts of containers: "
-            f"{', '.join(VERDICTS)}. May be given more than once."
-        ),
-    ] = None,
-    bandwidth: Annotated[
-        bool,
-        typer.Option(
-            "--bandwidth",
-            help="Measure instead what moving K and V costs: memory, GPUs, a disk, another process.",
-        ),
-    ] = False,
-    directory: Annotated[
-        Path | None,
-        typer.Option(help="A folder on the disk for --bandwidth. Default: for temporary files."),
-    ] = None,
-    size: Annotated[
-        str | None,
-        typer.Option(help=f"Bytes that --bandwidth moves at a time, 1MiB to 1GiB [{bytes_text(SIZE)}]."),
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help=f"Seconds that --bandwidth takes for each line [{SECONDS:g}].")
-    ] = None,
-    as_json_object: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of text.")
-    ] = False,
-) -> None:
-    """Report what works on this machine and, for what does not, the reason and the remedy.
+DESCRIPTION = """\
+Report what works on this machine and, for what does not, the reason and the
+remedy.
 
-    Tries the pools on the CPU and on each GPU, in separate processes, so that no CUDA context is left behind.
-    Exits with status 1 if CPU pools or a required part do not work.
-    """
-    required = tuple(require or ())
-    unknown = [name for name in required if name not in VERDICTS]
-    if unknown:
-        refuse(f"--require: {', '.join(map(repr, unknown))} is not one of {', '.join(VERDICTS)}")
-    if bandwidth:
-        if require:
+Tries the pools on the CPU and on each GPU, in separate processes, so that no
+CUDA context is left behind. Exits with status 1 if CPU pools or a required part
+do not work."""
+
+
+def make_parser() -> Parser:
+    """Return the parser of its options."""
+    parser = Parser("kvpool doctor", DESCRIPTION)
+    add = parser.add_argument
+    add(
+        "--require",
+        action="append",
+        default=[],
+        choices=VERDICTS,
+        help="exit with status 1 if this does not work",
+    )
+    add("--bandwidth", action="store_true", help="measure bandwidths instead: memory, GPUs, a disk, NIXL")
+    add("--directory", type=Path, metavar="PATH", help="a folder on the disk to measure (default: temporary)")
+    add("--size", metavar="SIZE", help="bytes to move at a time, 1MiB to 1GiB (default: 64MiB)")
+    add("--seconds", type=float, metavar="S", help="seconds for each bandwidth (default: 1)")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    return parser
+
+
+def run(options: Namespace) -> int:
+    """Run the command, and return its exit status."""
+    if options.bandwidth:
+        if options.require:
             refuse("--bandwidth measures, and --require checks: give one of them")
-        _measure(directory, size, seconds, as_json_object=as_json_object)
-        return
-    of_bandwidth = {"--directory": directory, "--size": size, "--seconds": seconds}
-    for name, value in of_bandwidth.items():
-        if value is not None:
-            refuse(f"{name} is for --bandwidth")
-    raise typer.Exit(run(required, as_json_object=as_json_object))
+        return _measure(options)
+    for name in ("directory", "size", "seconds"):
+        if getattr(options, name) is not None:
+            refuse(f"--{name} is for --bandwidth")
+    return examine(tuple(options.require), as_json_object=options.json)
 
 
-def _measure(
-    directory: Path | None, size: str | None, seconds: float | None, *, as_json_object: bool
-) -> None:
-    errors = Console(stderr=True)
+def _measure(options: Namespace) -> int:
+    need("doctor --bandwidth", *COMMAND_LINE)
+    from rich.console import Console  # noqa: PLC0415 - of an extra
+
     try:
-        with errors.status("measuring") as status:
+        with Console(stderr=True).status("measuring") as status:
             lines = measure_machine(
-                SIZE if size is None else parse_bytes(size),
-                SECONDS if seconds is None else seconds,
-                directory,
+                SIZE if options.size is None else parse_bytes(options.size),
+                SECONDS if options.seconds is None else options.seconds,
+                options.directory,
                 lambda name: status.update(f"measuring {name}"),
             )
     except ConfigError as error:
         refuse(str(error))
-    if as_json_object:
-        typer.echo(json.dumps(as_json(lines), indent=1))
+    if options.json:
+        sys.stdout.write(json.dumps(as_json(lines), indent=1) + "\n")
     else:
         print_bandwidths(lines, Console(width=WIDTH))
     if all(line.problem for line in lines):
         fail("nothing could be measured")
+    return 0

@@ -17,11 +17,11 @@ from kvpool.integrations.versions import TRANSFORMERS
 from kvpool.tools.doctor import driver, host, libraries
 from kvpool.tools.doctor.report import BROKEN, MISSING, OK, Finding, Report, Verdict, unmet_text
 from kvpool.tools.doctor.trial import Outcome, run_trial
-from kvpool.tools.needs import COMMAND_LINE, COMMANDS, remedy
+from kvpool.tools.needs import COMMANDS, remedy
 from kvpool.tools.output import waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvpool.tools.doctor.libcuda import Loader
     from kvpool.tools.doctor.libraries import TorchState
@@ -108,23 +108,27 @@ def _verdicts(cpu: Outcome, gpus: dict[str, Outcome], torch: TorchState) -> list
         if torch.problem
         else Verdict("torch", title, True, "tensors of a pool are views of its memory")
     )
-    for name in ("serve", "replay"):
-        problem, advice = _command_problem(name, cpu, torch)
-        verdicts.append(
-            Verdict(name, f"kvpool {name}", not problem, problem or "all requirements are met", advice)
-        )
+    problem, advice = _needs_of(
+        cpu, torch, ("numpy", "torch", "transformers"), "pip install 'kvpool[transformers]'"
+    )
+    if not problem:
+        problem = TRANSFORMERS.why_not()
+    verdicts.append(_of_needs("transformers", "models of transformers", problem, advice))
+    needs = COMMANDS["replay"].needs
+    problem, advice = _needs_of(cpu, torch, needs, remedy(needs))
+    verdicts.append(_of_needs("replay", "kvpool replay", problem, advice))
     return verdicts
 
 
-def _command_problem(name: str, cpu: Outcome, torch: TorchState) -> tuple[str, str]:
-    """Return the reason why a command cannot be used, and the remedy."""
+def _of_needs(name: str, title: str, problem: str, advice: str) -> Verdict:
+    return Verdict(name, title, not problem, problem or "all requirements are met", advice if problem else "")
+
+
+def _needs_of(cpu: Outcome, torch: TorchState, packages: Sequence[str], install: str) -> tuple[str, str]:
+    """Return the reason why what needs these packages cannot be used, and the remedy."""
     if not cpu.works:
         return 'device="cpu" does not work', ""
-    needed = (*COMMAND_LINE, *COMMANDS[name].needs)
-    absent = [module for module in needed if version_of(module) is None]
+    absent = [name for name in packages if version_of(name) is None]
     if absent:
-        return f"{', '.join(absent)} not installed", remedy(absent)
-    if torch.problem:
-        return torch.problem, torch.advice
-    problem = TRANSFORMERS.why_not() if name == "serve" else ""
-    return problem, remedy(COMMANDS[name].needs) if problem else ""
+        return f"{', '.join(absent)} not installed", install
+    return (torch.problem, torch.advice) if torch.problem else ("", install)

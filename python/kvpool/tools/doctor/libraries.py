@@ -22,7 +22,7 @@ EXCHANGE = "__dlpack_c_exchange_api__"
 """The table of functions for creating and reading tensors in PyTorch 2.10 and later."""
 
 LEAST_TORCH, EXCHANGE_TORCH = (2, 4), (2, 10)
-TOOLS = ("typer", "rich", "matplotlib")
+TOOLS = ("rich", "matplotlib")
 
 _WITHOUT_CUDA = "built without the `cuda` feature"
 
@@ -204,7 +204,7 @@ def _transformers() -> Finding:
     if not problem:
         return Finding(LIBRARIES, "transformers", OK, str(version_of("transformers")))
     status = MISSING if version_of("transformers") is None else NOTE
-    return Finding(LIBRARIES, "transformers", status, f"{problem} (kvpool serve, PooledModel)", advice)
+    return Finding(LIBRARIES, "transformers", status, f"{problem} (PooledModel, PooledCache)", advice)
 
 
 def _sglang() -> list[Finding]:

@@ -55,7 +55,7 @@ class Verdict:
     advice: str = ""
 
 
-VERDICTS = ("cpu", "cuda", "torch", "serve", "replay")
+VERDICTS = ("cpu", "cuda", "torch", "transformers", "replay")
 """The names of all verdicts."""
 
 

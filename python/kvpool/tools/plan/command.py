@@ -1,63 +1,130 @@
 """The command `kvpool plan`."""
 
-import json
+from __future__ import annotations
 
-import typer
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvpool.errors import ConfigError
-from kvpool.tools.output import fail, refuse
-from kvpool.tools.plan import parameters
+from kvpool.tools.needs import COMMAND_LINE
+from kvpool.tools.options import Parser, at_least
+from kvpool.tools.output import fail, need, refuse
 from kvpool.tools.plan.model_config import read_model
-from kvpool.tools.plan.report import print_plan
-from kvpool.tools.plan.solver import PAGE_SIZE, STEP_TOKENS, PlanConfig, make_plan
+from kvpool.tools.plan.solver import MLA_FORMS, PAGE_SIZE, STEP_TOKENS, PlanConfig, make_plan
 from kvpool.tools.units import parse_bytes
 
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
 
-def plan(  # noqa: PLR0913 - one parameter per option
-    config: parameters.Config,
-    *,
-    memory: parameters.Memory,
-    reserve: parameters.Reserve = "0",
-    tp: parameters.TensorParallelism = 1,
-    dtype: parameters.Dtype = None,
-    context: parameters.Context = None,
-    mean_context: parameters.MeanContext = None,
-    page_size: parameters.PageSize = PAGE_SIZE,
-    max_requests: parameters.MaxRequests = None,
-    step_tokens: parameters.StepTokens = STEP_TOKENS,
-    host_tier: parameters.HostTier = False,
-    mla: parameters.LatentForm = "latent",
-    device: parameters.Device = "cuda",
-    as_json_object: parameters.Json = False,
-) -> None:
-    """Compute how many tokens and requests of a model fit into memory, and print the pools for them.
+DESCRIPTION = """\
+Compute how many tokens and requests of a model fit into memory, and print the
+pools for them.
 
-    Reads config.json only, and needs neither PyTorch nor transformers nor a GPU. All memory of the pools on
-    the device is counted: the printed constructors fit the memory, and one more page would not. An unknown
-    model is refused, or attention in every layer is assumed; the notes say so.
+Reads config.json only, and needs neither PyTorch nor transformers nor a GPU.
+All memory of the pools on the device is counted: the printed constructors fit
+the memory, and one more page would not. An unknown model is refused, or
+attention in every layer is assumed; the notes say so."""
+
+
+def add_model_options(parser: ArgumentParser) -> None:
+    """Add the options of a model and its memory, which other programs have as well."""
+    add, count = parser.add_argument, at_least(1)
+    add("config", type=Path, metavar="CONFIG", help="a model's Hugging Face config.json, or its folder")
+    add(
+        "--memory",
+        required=True,
+        metavar="SIZE",
+        help="memory of each GPU for the pools: 80GiB, 80GB or bytes",
+    )
+    add(
+        "--reserve",
+        default="0",
+        metavar="SIZE",
+        help="the part of --memory for weights and graphs (default: 0)",
+    )
+    add("--tp", type=count, default=1, metavar="N", help="GPUs that share each layer (default: 1)")
+    add(
+        "--dtype",
+        metavar="DTYPE",
+        help="data type of K and V, such as bf16 or fp8_e4m3fn (default: the model's)",
+    )
+    add("--context", type=count, metavar="N", help="the most tokens of a request (default: the model's)")
+    add("--mean-context", type=count, metavar="N", help="mean tokens of a request (default: --context)")
+    add(
+        "--page-size",
+        type=count,
+        default=PAGE_SIZE,
+        metavar="N",
+        help=f"slots per page (default: {PAGE_SIZE})",
+    )
+    add("--max-requests", type=count, metavar="N", help="the most requests at once (default: as many as fit)")
+    add(
+        "--step-tokens",
+        type=count,
+        default=STEP_TOKENS,
+        metavar="N",
+        help=f"the most new tokens in a step (default: {STEP_TOKENS})",
+    )
+    add(
+        "--host-tier", action="store_true", help="count the staging area of a HostTier (KVPOOL_STAGING_BYTES)"
+    )
+    add(
+        "--mla",
+        default="latent",
+        metavar="FORM",
+        help=f"storage of latent attention: {', '.join(MLA_FORMS)} (default: latent)",
+    )
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def model_options(options: Namespace, device: str) -> PlanConfig:
+    """Return the configuration that these options make.
+
+    Raises:
+        ConfigError: If an option is wrong.
     """
+    return PlanConfig(
+        memory_bytes=parse_bytes(options.memory),
+        reserve_bytes=parse_bytes(options.reserve),
+        tp=options.tp,
+        dtype=options.dtype,
+        context_len=options.context,
+        mean_context=options.mean_context,
+        page_size=options.page_size,
+        max_requests=options.max_requests,
+        step_tokens=options.step_tokens,
+        host_tier=options.host_tier,
+        mla=options.mla,
+        device=device,
+    )
+
+
+def make_parser() -> Parser:
+    """Return the parser of its options."""
+    parser = Parser("kvpool plan", DESCRIPTION)
+    add_model_options(parser)
+    parser.add_argument("--device", default="cuda", help="device of the pools (default: cuda)")
+    return parser
+
+
+def run(options: Namespace) -> int:
+    """Run the command, and return its exit status."""
+    if not options.json:
+        need("plan without --json", *COMMAND_LINE)
     try:
-        options = PlanConfig(
-            memory_bytes=parse_bytes(memory),
-            reserve_bytes=parse_bytes(reserve),
-            tp=tp,
-            dtype=dtype,
-            context_len=context,
-            mean_context=mean_context,
-            page_size=page_size,
-            max_requests=max_requests,
-            step_tokens=step_tokens,
-            host_tier=host_tier,
-            mla=mla,
-            device=device,
-        )
+        config = model_options(options, options.device)
     except ConfigError as error:
         refuse(str(error))
     try:
-        made = make_plan(read_model(config), options)
-        if as_json_object:
-            typer.echo(json.dumps(made.as_json()))
-        else:
-            print_plan(made)
+        made = make_plan(read_model(options.config), config)
     except (ConfigError, OSError) as error:
         fail(str(error))
+    if options.json:
+        sys.stdout.write(json.dumps(made.as_json()) + "\n")
+    else:
+        from kvpool.tools.plan.report import print_plan  # noqa: PLC0415 - of an extra
+
+        print_plan(made)
+    return 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -27,8 +27,8 @@ def print_plan(plan: Plan) -> None:
         table.add_row("*", Text(note))
         console.print(table, highlight=False)
     if plan.notes:
-        typer.echo()
-    typer.echo(plan.code())
+        sys.stdout.write("\n")
+    sys.stdout.write(f"{plan.code()}\n")
 
 
 def _summary(plan: Plan) -> Table:

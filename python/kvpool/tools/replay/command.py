@@ -1,119 +1,145 @@
 """The command `kvpool replay`."""
 
+from __future__ import annotations
+
+import argparse
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
+from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.errors import ConfigError, KvPoolError
 from kvpool.tools.devices import check_device
 from kvpool.tools.needs import COMMANDS
+from kvpool.tools.options import Parser, at_least
 from kvpool.tools.output import fail, need, refuse, waiting
 from kvpool.tools.policies import BELADY, POLICIES, policy_named
-from kvpool.tools.replay import parameters
-from kvpool.tools.replay.bars import measure, run
 from kvpool.tools.replay.config import ReplayConfig
-from kvpool.tools.replay.output import Output
 
 if TYPE_CHECKING:
     from kvpool.tools.traces import Trace
 
+DESCRIPTION = """\
+Drive the pools with a request trace and check every stored K and V row.
+
+Runs continuous batching on a virtual clock: admission, prefill with a token
+budget, batched decode, finish, and retraction of the youngest request when the
+pool is short. Exits with status 1 if one row is wrong, one slot is missing at
+the end, or no request fits.
+
+With --capacity the prefix cache alone is measured instead: its hit rate by
+policy and size, request after request, without a clock and without outputs."""
+
+SYNTHETIC_REQUESTS = 2_000
+"""Requests of the synthetic trace, if --requests is not given."""
+
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000}
 
 
-def replay(  # noqa: PLR0913 - one parameter per option
-    trace: parameters.Trace = None,
-    *,
-    synthetic: parameters.Synthetic = False,
-    seed: parameters.Seed = 0,
-    requests: parameters.Requests = None,
-    pool_size: parameters.PoolSize = None,
-    page_size: parameters.PageSize = None,
-    layers: parameters.Layers = 2,
-    heads: parameters.Heads = 2,
-    head_dim: parameters.HeadDim = 16,
-    dtype: parameters.Dtype = "bfloat16",
-    device: parameters.Device = "cpu",
-    max_running: parameters.MaxRunning = 256,
-    max_context: parameters.MaxContext = None,
-    prefill_budget: parameters.PrefillBudget = 800,
-    step_ms: parameters.StepMs = 40.0,
-    speed_up: parameters.SpeedUp = 1.0,
-    kv: parameters.KV = True,
-    need_sort: parameters.NeedSort = True,
-    prefix_cache: parameters.PrefixCache = False,
-    policy: parameters.Policy = "adaptive",
-    capacity: parameters.Capacity = None,
-    as_json_object: parameters.Json = False,
-    plot: parameters.Plot = None,
-    progress: parameters.Progress = None,
-) -> None:
-    """Drive the pools with a request trace and check every stored K and V row.
+def make_parser() -> Parser:
+    """Return the parser of its options, named as the fields of `ReplayConfig`."""
+    parser = Parser("kvpool replay", DESCRIPTION)
+    default = ReplayConfig()
 
-    Runs continuous batching on a virtual clock: admission, prefill with a token budget, batched decode,
-    finish, and retraction of the youngest request when the pool is short. Exits with status 1 if one row is
-    wrong, one slot is missing at the end, or no request fits.
+    def add(name: str, text: str, *, of: object = str, metavar: str = "N", value: object = None) -> None:
+        shown = text if value is None else f"{text} (default: {value})"
+        parser.add_argument(name, type=of, default=value, metavar=metavar, help=shown)  # type: ignore[arg-type]
 
-    With --capacity the prefix cache is measured instead: its hit rate by policy and size.
-    """
-    need("replay", *COMMANDS["replay"].needs, *(["matplotlib"] if plot is not None else []))
+    def switch(name: str, text: str, *, value: bool) -> None:
+        parser.add_argument(name, action=argparse.BooleanOptionalAction, default=value, help=text)
+
+    count, natural = at_least(1), at_least(0)
+    trace = "a Mooncake JSONL or Azure CSV trace; its content tells which"
+    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help=trace)
+    parser.add_argument("--synthetic", action="store_true", help="make a trace instead of reading one")
+    add("--seed", "seed of the synthetic trace and of the stored rows", of=natural, value=default.seed)
+    add("--requests", f"the first N requests only; with --synthetic make N ({SYNTHETIC_REQUESTS})", of=count)
+    add("--pool-size", "token slots (default: half of the trace's peak, so that the pool is short)", of=count)
+    add("--page-size", "slots per page (default: 1; with --capacity the block of the trace)", of=count)
+    add("--layers", "layers of the KV pool", of=count, value=default.layers)
+    add("--heads", "K and V heads per layer", of=count, value=default.heads)
+    add("--head-dim", "elements per head", of=count, value=default.head_dim)
+    dtypes = ", ".join(_STORAGE_DTYPES)
+    add("--dtype", f"data type of K and V: {dtypes}", metavar="DTYPE", value=default.dtype)
+    add("--device", "device of the pools", metavar="DEVICE", value=default.device)
+    add("--max-running", "the most requests that run at once", of=count, value=default.max_running)
+    add(
+        "--max-context",
+        "the most tokens of a request (default: the longest); longer ones are rejected",
+        of=count,
+    )
+    add("--prefill-budget", "prompt tokens per step", of=count, value=default.prefill_budget)
+    add("--step-ms", "virtual time of a step", of=float, metavar="MS", value=default.step_ms)
+    add("--speed-up", "factor by which requests arrive faster", of=float, metavar="X", value=default.speed_up)
+    switch("--kv", "store K and V and check every byte", value=True)
+    switch("--need-sort", "hand out the lowest slots first, not first in, first out", value=True)
+    switch("--prefix-cache", "find what requests have in common in a prefix cache", value=False)
+    policies = f"what the cache evicts first: {', '.join(POLICIES)}"
+    add("--policy", policies, metavar="POLICY", value=default.policy)
+    capacity = f"measure policies (a list, {BELADY} or all) at these sizes in tokens: 500K,8.2M"
+    add("--capacity", capacity, metavar="SIZES")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add("--plot", "write a plot of occupancy and latencies, or of hit rates", of=Path, metavar="FILE")
+    progress = parser.add_mutually_exclusive_group()
+    bar = "progress bar on stderr (default: on a terminal, without --json)"
+    progress.add_argument("--progress", action="store_true", default=None, help=bar)
+    progress.add_argument("--quiet", action="store_false", dest="progress", help="no progress bar")
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command, and return its exit status."""
+    need("replay", *COMMANDS["replay"].needs, *(["matplotlib"] if options.plot is not None else []))
     with waiting("loading PyTorch"):
-        from kvpool.tools.replay.replay import Replay  # noqa: PLC0415 - it loads slowly, and may be missing
+        from rich.console import Console  # noqa: PLC0415 - of an extra, as the rest
+
+        from kvpool.tools.replay import bars  # noqa: PLC0415
+        from kvpool.tools.replay.output import Output  # noqa: PLC0415
+        from kvpool.tools.replay.replay import Replay  # noqa: PLC0415
         from kvpool.tools.traces import TraceError  # noqa: PLC0415
 
-    if capacity is not None and (kv or not prefix_cache):
+    if options.capacity is not None and (options.kv or not options.prefix_cache):
         refuse("--capacity measures the prefix cache alone; give --no-kv and --prefix-cache with it")
-    sizes = None if capacity is None else _capacities(capacity)
+    sizes = None if options.capacity is None else _capacities(options.capacity)
     try:
-        policies = _policies(policy, has_several=sizes is not None)
-        config = ReplayConfig(
-            pool_size=pool_size,
-            page_size=page_size or 1,
-            need_sort=need_sort,
-            kv=kv,
-            layers=layers,
-            heads=heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            device=device,
-            max_running=max_running,
-            max_context=max_context,
-            prefill_budget=prefill_budget,
-            step_ms=step_ms,
-            speed_up=speed_up,
-            seed=seed,
-            prefix_cache=prefix_cache,
-            policy="adaptive" if sizes is not None else policy_named(policy),
-        )
-        output = Output(plot, as_json_object=as_json_object)
+        policies = _policies(options.policy, has_several=sizes is not None)
+        config = _config(options, "adaptive" if sizes is not None else policies[0])
+        output = Output(options.plot, as_json_object=options.json)
         output.check()
-        with waiting("making a trace" if trace is None else f"reading {trace}"):
-            loaded = _load(trace, synthetic=synthetic, requests=requests, seed=seed)
+        with waiting("making a trace" if options.trace is None else f"reading {options.trace}"):
+            loaded = _load(options)
         errors = Console(stderr=True)
-        show = progress if progress is not None else errors.is_terminal and not as_json_object
+        show = errors.is_terminal and not options.json if options.progress is None else options.progress
         console = errors if show else None
         if sizes is not None:
-            output.print_rates(measure(loaded, policies, sizes, page_size, console))
-            return
+            output.print_rates(bars.measure(loaded, policies, sizes, options.page_size, console))
+            return 0
         check_device(config.device)
-        output.print_replay(run(Replay(loaded, config), console))
+        output.print_replay(bars.run(Replay(loaded, config), console))
     except ConfigError as error:
         refuse(str(error))
     except (KvPoolError, TraceError) as error:
         fail(f"{type(error).__name__}: {error}")
     except (OSError, MemoryError) as error:
         fail(str(error) or "out of memory")
+    return 0
 
 
-def _load(path: Path | None, *, synthetic: bool, requests: int | None, seed: int) -> "Trace":
-    if synthetic == (path is not None):
+def _config(options: argparse.Namespace, policy: str) -> ReplayConfig:
+    names = {field.name for field in fields(ReplayConfig)} - {"page_size", "policy"}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    return ReplayConfig(**given, page_size=options.page_size or 1, policy=policy_named(policy))
+
+
+def _load(options: argparse.Namespace) -> Trace:
+    if options.synthetic == (options.trace is not None):
         refuse("give either TRACE or --synthetic")
-    from kvpool.tools.traces import read_trace, synthetic_trace  # noqa: PLC0415
+    from kvpool.tools.traces import read_trace, synthetic_trace  # noqa: PLC0415 - it needs NumPy
 
-    if path is None:
-        return synthetic_trace(requests or parameters.SYNTHETIC_REQUESTS, seed)
-    return read_trace(path).head(requests)
+    if options.trace is None:
+        return synthetic_trace(options.requests or SYNTHETIC_REQUESTS, options.seed)
+    return read_trace(options.trace).head(options.requests)
 
 
 def _policies(text: str, *, has_several: bool) -> list[str]:

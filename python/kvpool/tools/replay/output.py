@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
 from rich.console import Console
 
 from kvpool.tools.output import refuse
@@ -70,10 +70,10 @@ class Output:
         self, found: T, as_json: Callable[[T], dict[str, Any]], show: Callable[[T, Console], None]
     ) -> None:
         if self.as_json_object:
-            typer.echo(json.dumps(as_json(found)))
+            sys.stdout.write(json.dumps(as_json(found)) + "\n")
         else:
             show(found, Console())
 
     def _print_path(self, plot: Path) -> None:
         if not self.as_json_object:
-            typer.echo(f"picture: {plot}")
+            sys.stdout.write(f"picture: {plot}\n")
