@@ -1128,6 +1128,14 @@ class ReqToTokenPool(Pool):
         """
     def available_size(self) -> int:
         """Returns the number of free rows."""
+    def rows_in_use(self) -> list[int]:
+        """Returns the rows in use, ascending: all that `alloc` has returned and nobody has freed.
+
+        After an error in the middle of a step, those that no request has can be freed.
+
+        Raises:
+            OutOfMemoryError: If there is not enough host memory.
+        """
     def clear(self) -> None:
         """Frees every row, and zeroes everything that was written through this class, marked as modified or, on
         a GPU, counted by PyTorch.

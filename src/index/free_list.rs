@@ -11,7 +11,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::base::{Error, Id, IndexNumber, Result, try_with_capacity, widen};
+use crate::base::{Error, Id, IndexNumber, Result, try_collect_each, try_with_capacity, widen};
 
 use super::BadFree;
 use super::mask::Mask;
@@ -560,6 +560,14 @@ impl<I: Id> FreeList<I> {
             Order::Fifo => self.queue.iter().for_each(|run| free.extend(run.range().map(I::new))),
         }
         Ok(free)
+    }
+
+    /// Returns the indices in use, lowest first.
+    ///
+    /// # Errors
+    /// Same as [`FreeList::free_indices`].
+    pub fn indices_in_use(&self) -> Result<Vec<I>> {
+        try_collect_each(self.indices().map(I::new).filter(|&index| self.is_in_use(index)))
     }
 
     /// Returns the released indices, lowest first.

@@ -258,6 +258,14 @@ impl ReqToTokenPool {
         self.lock().rows().rows().available()
     }
 
+    /// Returns the rows in use, lowest first.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list.
+    pub fn rows_in_use(&self) -> Result<Vec<RequestRow>> {
+        self.with_rows(|rows| rows.rows().indices_in_use())
+    }
+
     /// Takes `count` rows, first in, first out, or returns `None`. Their generations count up.
     ///
     /// # Errors

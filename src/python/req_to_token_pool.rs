@@ -371,6 +371,18 @@ impl ReqToTokenPool {
         self.pool.available_size()
     }
 
+    /// Returns the rows in use, ascending: all that `alloc` has returned and nobody has freed.
+    ///
+    /// After an error in the middle of a step, those that no request has can be freed.
+    ///
+    /// Raises:
+    ///     OutOfMemoryError: If there is not enough host memory.
+    fn rows_in_use(&self, py: Python<'_>) -> PyResult<Py<PyList>> {
+        let rows = self.pool.rows_in_use()?;
+        check_memory(rows.len() * 64)?;
+        Ok(PyList::new(py, rows.iter().map(|row| row.number()))?.unbind())
+    }
+
     /// Frees every row, and zeroes everything that was written through this class, marked as modified or, on
     /// a GPU, counted by PyTorch.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {

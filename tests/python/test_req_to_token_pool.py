@@ -81,6 +81,18 @@ def test_without_a_padding_row_the_first_row_is_zero() -> None:
     assert pool.stats()["dropped_frees"] == 0
 
 
+@pytest.mark.parametrize("padding_row", [True, False])
+def test_rows_in_use_are_those_that_nobody_has_freed(padding_row: bool) -> None:
+    pool, first = make(padding_row=padding_row), int(padding_row)
+    assert pool.rows_in_use() == []
+    rows = some(pool.alloc(4))
+    assert pool.rows_in_use() == sorted(rows) == [*range(first, first + 4)]
+    pool.free([first + 1, first + 2])
+    assert pool.rows_in_use() == [first, first + 3]
+    pool.clear()
+    assert pool.rows_in_use() == []
+
+
 def test_alloc_is_all_or_nothing() -> None:
     pool = make()
     assert (pool.alloc(2), pool.alloc(n=1), pool.alloc(0)) == ([1, 2], [3], [])

@@ -10,8 +10,8 @@ the cache, evicted pages are loaded from there, layer by layer, where that is ch
 from __future__ import annotations
 
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from inspect import signature
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -22,14 +22,13 @@ from kvpool import BatchPlanner, PrefixCache
 from kvpool.errors import ConfigError
 from kvpool_serving.generation import Generation
 from kvpool_serving.held import Held
-from kvpool_serving.interrupts import ChangeGuard, Delivery
+from kvpool_serving.interrupts import Interrupts
 from kvpool_serving.sampling import Sampling, sample
 from kvpool_serving.scheduler import Scheduler
 from kvpool_serving.swap import Arrivals, LoadError, Swap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from kvpool import (
         BatchPlan,
@@ -96,10 +95,10 @@ class Request(Generation):
     retractions: int = 0
     prefix_len: int = 0
     held: Held = field(default_factory=Held, init=False, repr=False)
-    _delivery: Delivery[int] = field(init=False, repr=False)
+    _delivered: int = field(init=False, repr=False)  # tokens that `on_token` was called with, or need not be
 
     def __post_init__(self) -> None:
-        self._delivery = Delivery(self.tokens)
+        self._delivered = len(self.tokens)
 
     @property
     def is_over(self) -> bool:
@@ -108,9 +107,11 @@ class Request(Generation):
 
     def _deliver_next(self) -> bool:
         """Call `on_token` with the next token not yet passed to it. Return whether there was one."""
-        if self.on_token is None or self.state == "aborted":
+        if self.on_token is None or self.state == "aborted" or self._delivered == len(self.tokens):
             return False
-        return self._delivery.deliver_next(partial(self.on_token, self))
+        self._delivered += 1
+        self.on_token(self, self.tokens[self._delivered - 1])
+        return True
 
     def between(self, begin: int, end: int) -> list[int]:
         """Return the prompt and generated tokens from position `begin` to `end`."""
@@ -124,8 +125,8 @@ class Engine:
     """Serves requests with a model and its pools.
 
     Use an engine from one thread. `step` runs one batch; `run` and `stream` call it. Requests are served in
-    the order of their submission. An exception in the middle of any call, such as the `KeyboardInterrupt` of
-    Ctrl-C, loses no request, token or slot: call `step` again to go on.
+    the order of their submission. No exception loses a request, token or slot: call `step` again to go on.
+    Ctrl-C ends a call while the model runs, or at the call's end.
 
     Args:
         model: The model and its pools.
@@ -175,7 +176,9 @@ class Engine:
         self._overlaps = "wait_layer" in signature(model.forward).parameters
         self._capacity = model.allocator.stats()["capacity"]
         self._undelivered: deque[Request] = deque()  # may have tokens not yet passed to callbacks
-        self._guard = ChangeGuard(self._retract)
+        self._interrupts = Interrupts()
+        self._is_changing = False
+        self._is_broken = False  # whether a change has begun, and neither ended nor been repaired
         self._counts = dict.fromkeys(
             ("aborted", "steps", "computed_tokens", "found_tokens", "loaded_tokens", "generated_tokens"), 0
         )
@@ -247,7 +250,8 @@ class Engine:
         request.held.move = move
         if request.is_complete:
             raise ConfigError(f"the request has all of its tokens: {len(tokens)} of at most {max_new_tokens}")
-        self._scheduler.submit(request)
+        with self._interrupts.deferred():
+            self._scheduler.submit(request)
         return request
 
     def fork(
@@ -277,8 +281,6 @@ class Engine:
         """
         if request.is_over:
             raise ConfigError(f"the request is {request.state}; submit its tokens as a prompt instead")
-        if request.state == "running":
-            self._scheduler.publish(request)
         copy = Request(
             prompt=request.prompt,
             max_new_tokens=request.max_new_tokens,
@@ -289,7 +291,10 @@ class Engine:
             on_token=on_token,
             owner=owner,
         )
-        self._scheduler.submit_fork(copy)
+        with self._interrupts.deferred():
+            if request.state == "running":
+                self._scheduler.publish(request)
+            self._scheduler.submit_fork(copy)
         return copy
 
     def step(self) -> bool:
@@ -305,24 +310,15 @@ class Engine:
                 retracted, and the next step calls the remaining callbacks. A load that fails raises nothing:
                 the running requests are retracted, and the next step computes their tokens.
         """
-        self._deliver()
-        try:
-            with self._changing():
-                begin, waits = perf_counter(), self._scheduler.waits
-                step = self._scheduler.plan()
-                if step is not None:
-                    chunk_tokens, loaded = step.chunk_tokens, sum(load.length for load in step.loads)
-                    tokens = self._forward(step)
-                    self._extend(tokens)
-                    if self._layers and waits == self._scheduler.waits:
-                        seconds = perf_counter() - begin
-                        # The host has waited for the logits of requests that got a token.
-                        self._swap.record_step(seconds, chunk_tokens, loaded, is_over=bool(tokens))
-        except LoadError:
-            # The running requests are retracted. The next step computes the tokens that were not loaded.
-            return True
-        self._deliver()
-        return not self._scheduler.is_idle
+        with self._interrupts.deferred():
+            self._deliver()
+            try:
+                self._run_batch()
+            except LoadError:
+                # The running requests are retracted. The next step computes the tokens that were not loaded.
+                return True
+            self._deliver()
+            return not self._scheduler.is_idle
 
     def run(self) -> None:
         """Step until every request is over."""
@@ -379,6 +375,28 @@ class Engine:
             "capacity": self._capacity,
         }
 
+    def _run_batch(self) -> None:
+        """Plan a batch, run it, and append the tokens."""
+        with self._changing():
+            begin, waits = perf_counter(), self._scheduler.waits
+            step = self._scheduler.plan()
+            if step is None:
+                return
+            chunk_tokens, loads = step.chunk_tokens, step.loads
+            loaded, new_tokens = sum(load.length for load in loads), step.plan.num_tokens
+            with self._interrupts.allowed():
+                tokens = self._forward(step)
+            self._counts["steps"] += 1
+            self._counts["computed_tokens"] += new_tokens
+            self._counts["found_tokens"] += sum(request.prefix_len for request in step.started)
+            self._counts["loaded_tokens"] += loaded
+            self._scheduler.record_computed(step)
+            self._extend(tokens)
+            if self._layers and waits == self._scheduler.waits:
+                # The host has waited for the logits of requests that got a token.
+                seconds = perf_counter() - begin
+                self._swap.record_step(seconds, chunk_tokens, loaded, is_over=bool(tokens))
+
     def _forward(self, step: Step[Request]) -> list[tuple[Request, int]]:
         """Run the model, and sample a token for each request whose tokens are all computed now."""
         batch, ends, loads = step.requests, step.ends, step.loads
@@ -399,11 +417,6 @@ class Engine:
         arrivals.wait()
         ready = [i for i, r in enumerate(batch) if ends[i] == r.seq_len]
         picked = sample(logits[ready], [(batch[i].sampling, batch[i].seq_len) for i in ready])
-        self._counts["steps"] += 1
-        self._counts["computed_tokens"] += len(new)
-        self._counts["found_tokens"] += sum(request.prefix_len for request in step.started)
-        self._counts["loaded_tokens"] += sum(load.length for load in loads)
-        self._scheduler.record_computed(step)
         return [(batch[i], token) for i, token in zip(ready, picked, strict=True)]
 
     def _extend(self, tokens: list[tuple[Request, int]]) -> None:
@@ -424,13 +437,29 @@ class Engine:
             if not request._deliver_next():  # noqa: SLF001 - of this module
                 self._undelivered.popleft()
 
-    def _changing(self) -> AbstractContextManager[None]:
-        """Guard a change of the scheduler: if an exception ends it, the running requests are retracted."""
-        if self._guard.is_changing:
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Guard a change of the scheduler: if an exception ends it, the running requests are retracted.
+
+        If another exception comes meanwhile, the next change begins with that.
+        """
+        if self._is_changing:
             raise ConfigError(
                 "the engine is in the middle of a step: its model cannot step it or abort requests"
             )
-        return self._guard.change()
+        with self._interrupts.deferred():
+            if self._is_broken:
+                self._retract()
+            self._is_changing = self._is_broken = True
+            try:
+                yield
+            except BaseException:
+                self._retract()
+                self._is_broken = False
+                raise
+            finally:
+                self._is_changing = False
+            self._is_broken = False
 
     def _retract(self) -> None:
         """Retract all running requests, after an exception."""

@@ -1,99 +1,63 @@
-"""Changes that an interrupt leaves either undone or done.
-
-Ctrl-C raises `KeyboardInterrupt` between two instructions of Python, never within a function of CPython or of
-the extension. So two steps that must not be separated are one call of such a function here: `next` or
-`list.extend` over a `map`. A change of more steps is guarded, and repaired if an exception has left it.
-"""
+"""Ctrl-C while an engine works."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from contextlib import contextmanager
-from inspect import GEN_SUSPENDED, getgeneratorstate
-from operator import length_hint
-from typing import TYPE_CHECKING, Generic, TypeVar
-from weakref import ref
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-    from contextlib import AbstractContextManager
-
-T = TypeVar("T")
-S = TypeVar("S")
+    from collections.abc import Callable, Iterator
 
 
-def append_result(items: list[T], call: Callable[[S], T | None], argument: S) -> None:
-    """Append the result of a call to a list, unless it is empty, with no interrupt between the two."""
-    items.extend(filter(None, map(call, [argument])))
+class Interrupts:
+    """Defers SIGINT while lists and pools change, so that Ctrl-C never comes in the middle of a change.
 
-
-def call_with_last(call: Callable[[T], object], items: list[T]) -> None:
-    """Pop the last item of a list and call a function with it, with no interrupt between the two."""
-    next(map(call, map(items.pop, [-1])))
-
-
-class Delivery(Generic[T]):
-    """Passes each item that is appended to a list to a callback, once and in order.
-
-    Args:
-        items: The list. Its present items are not passed.
+    The handler of the program, which by default raises `KeyboardInterrupt`, runs at the end of `deferred`, or
+    at the beginning of `allowed` within it. Threads other than the main one get no signals.
     """
 
-    def __init__(self, items: list[T]) -> None:
-        self._rest = iter(items)
-        for _ in range(len(items)):
-            next(self._rest)
+    def __init__(self) -> None:
+        self._handler: Callable[..., Any] | None = None  # the program's, while deferred
+        self._came: list[tuple[Any, ...]] = []
 
-    def deliver_next(self, callback: Callable[[T], object]) -> bool:
-        """Call `callback` with the next item.
-
-        An interrupt comes before the item is taken, or within the callback, never in between.
-
-        Returns:
-            Whether there was an item.
-        """
-        # An iterator that has been asked beyond the end of its list does not see later items.
-        if not length_hint(self._rest):
-            return False
-        next(map(callback, self._rest))
-        return True
-
-
-class ChangeGuard:
-    """Guards changes that take several calls: if an exception ends one, its remains are repaired.
-
-    If another exception comes during the repair, the next change begins with it.
-
-    Args:
-        repair: Repairs the state that an interrupted change, or an interrupted repair, has left.
-    """
-
-    def __init__(self, repair: Callable[[], object]) -> None:
-        self._repair = repair
-        self._is_broken = False  # whether a change has begun, and neither ended nor been repaired
-        # The last change, as long as a `with` holds it. An interrupt on the way into a `with` drops the
-        # generator, which Python then closes: a flag would stay set.
-        self._last: Callable[[], Generator[None] | None] = lambda: None
-
-    @property
-    def is_changing(self) -> bool:
-        """Whether a change is going on, so that the caller runs within that change."""
-        last = self._last()
-        return last is not None and getgeneratorstate(last) == GEN_SUSPENDED
-
-    def change(self) -> AbstractContextManager[None]:
-        """Return a context for one change. No other change may be going on."""
-        change = self._change()
-        self._last = ref(change)
-        return contextmanager(lambda: change)()
-
-    def _change(self) -> Generator[None]:
-        if self._is_broken:
-            self._repair()
-        self._is_broken = True
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Return a context that defers interrupts. It may be entered again within itself."""
+        handler = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._handler is not None or not is_main or not callable(handler):
+            yield
+            return
+        signal.signal(signal.SIGINT, self._note)
+        self._handler = handler
         try:
             yield
-        except BaseException:
-            self._repair()
-            self._is_broken = False
-            raise
-        self._is_broken = False
+        finally:
+            self._handler = None
+            signal.signal(signal.SIGINT, handler)
+            self._deliver(handler)
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Return a context within `deferred` that can be interrupted, for what changes nothing."""
+        handler = self._handler
+        if handler is None:
+            yield
+            return
+        self._deliver(handler)
+        signal.signal(signal.SIGINT, handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, *arguments: Any) -> None:  # noqa: ANN401 - those of a handler
+        self._came.append(arguments)
+
+    def _deliver(self, handler: Callable[..., Any]) -> None:
+        if self._came:
+            arguments = self._came[0]
+            self._came.clear()
+            handler(*arguments)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic
 
 import torch
 
-from kvpool_serving.schedulable import R, has_begun_to_move, is_open
+from kvpool_serving.schedulable import R, has_begun_to_move
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvpool_serving.moves import Move
     from kvpool_serving.pool_calls import Extend
     from kvpool_serving.slot_supply import SlotSupply
-    from kvpool_serving.spare_rows import SpareRows
 
 
 class MovingRequests(Generic[R]):
@@ -76,24 +75,11 @@ class MovingRequests(Generic[R]):
         """Remove these requests from the list."""
         self.requests = [request for request in self.requests if request not in requests]
 
-    def unmoved(self) -> list[R]:
-        """Return the listed requests whose moves have not begun."""
-        return [request for request in self.requests if not has_begun_to_move(request)]
-
-    def keep_begun(self, spare: SpareRows) -> None:
-        """Keep the requests whose moves have begun: their slots stay as they are.
-
-        Args:
-            spare: The rows that no request has. If an interrupt came while a request whose rows had gone was
-                released, its row is among these, and the request has ended.
-        """
-        self.requests = [request for request in self.requests if has_begun_to_move(request)]
-        for request in [*self.requests]:
-            if request.held.row in spare:
-                if is_open(request):
-                    request.state = "finished"
-                request.held.lease = request.held.move = None
-                self.requests.remove(request)
+    def keep_begun(self) -> list[R]:
+        """Keep the requests whose moves have begun: their slots stay as they are. Return the others."""
+        others = [request for request in self.requests if not has_begun_to_move(request)]
+        self.remove(others)
+        return others
 
     def _begin(self, request: R, begin: int, end: int) -> None:
         """Begin a move of the rows of the tokens from position `begin` to `end`."""

@@ -13,9 +13,8 @@ from kvpool_serving.moving_requests import MovingRequests
 from kvpool_serving.options import SchedulerOptions
 from kvpool_serving.pool_calls import PoolCalls
 from kvpool_serving.prefixes import Prefixes
-from kvpool_serving.schedulable import R, has_begun_to_move, has_rows_elsewhere, is_open
+from kvpool_serving.schedulable import R, has_rows_elsewhere
 from kvpool_serving.slot_supply import SlotSupply
-from kvpool_serving.spare_rows import SpareRows
 from kvpool_serving.step_planner import StepPlanner
 
 if TYPE_CHECKING:
@@ -58,10 +57,11 @@ class Scheduler(Generic[R]):
     computed. A request with a move to another process keeps its slots after `hand_over` until the move is
     over. A request whose rows move is not retracted.
 
-    If an exception ends a call early, such as an interrupt, call `retract_all` before the next.
+    If an exception ends a call early, such as one of the driver, call `retract_all` before the next. What was
+    held at that moment is not remembered: rows in use that no request has are freed.
 
     Args:
-        planner: The planner over the pools, for the exclusive use of this scheduler.
+        planner: The planner over the pools, with its request table for the exclusive use of this scheduler.
         cache: A prefix cache of the planner's allocator.
         pays_to_load: Called with a number of tokens of a prefix; returns whether to load so many from the
             tier below instead of computing them. By default they are always loaded.
@@ -105,7 +105,7 @@ class Scheduler(Generic[R]):
         self._options = options
         self._slots = SlotSupply(planner.allocator, cache)
         self._fetch_queue: FetchQueue[R] = FetchQueue(cache if fetches else None, options, self._slots.whole)
-        self._rows = SpareRows(planner, calls)
+        self._alloc_rows, self._finish = calls.alloc_rows, calls.finish
         self._prefixes: Prefixes[R] = Prefixes(
             cache, self._slots, calls.match, pays_to_load, alike_tokens=options.alike_tokens
         )
@@ -251,7 +251,6 @@ class Scheduler(Generic[R]):
             for request in holders:
                 self.publish(request)
         finally:
-            self._rows.give([request.held.row for request in holders])
             self.released[state] += len(requests)
             for request in requests:
                 request.state = state
@@ -261,12 +260,11 @@ class Scheduler(Generic[R]):
                     request.held.move = None
             self.running = [request for request in self.running if request not in requests]
             self._moves.remove(requests)
-            self._free_spare()
+            self._free([request.held.row for request in holders])
 
     def hand_over(self, request: R) -> None:
         """Begin the move of a running request's rows: it is finished when they have gone."""
         self.publish(request)
-        # The request is in one of the lists at any time.
         self.moving.append(request)
         self.running.remove(request)
         self._moves.send(request)
@@ -283,10 +281,8 @@ class Scheduler(Generic[R]):
         for request, move in self._moves.completed():
             if request.state == "aborted":
                 request.held.lease = None
-                # Meanwhile the row of the request is listed as spare, too: `retract_all` looks at both lists.
-                self._rows.give([request.held.row])
                 self._moves.remove([request])
-                self._free_spare()
+                self._free([request.held.row])
             elif not move.brings:
                 self.release([request], "finished")
             elif move.has_failed:
@@ -303,37 +299,26 @@ class Scheduler(Generic[R]):
     def retract_all(self) -> None:
         """Return all running requests to the queue, in order, with their generated tokens.
 
-        This also works after an exception has interrupted another call, or this one: no request, row or slot
-        is lost.
+        This also works after an exception has ended another call, or this one: no request, row or slot is
+        lost. Requests whose rows are on their way stay as they are.
         """
-        self._keep_moving()
-        for request in self.running:
-            if request.state == "running" and request.held.row in self._rows:
-                request.state = "waiting"
+        self.running += self._moves.keep_begun()
         for request in self.waiting:
             request.held.lease = request.held.load = None
-        self.running = [request for request in self.running if is_open(request)]
-        self._fetch_queue.remove({*self.waiting, *self.running})
         known = dict.fromkeys([*self.running, *self.waiting])
-        self.waiting = deque(r for r in known if is_open(r) and not r.is_complete)
+        self.waiting = deque(request for request in known if not request.is_complete)
         try:
             self.release([request for request in self.running if request.is_complete], "finished")
         finally:
             self.release(self.running, "waiting")
+        held = {request.held.row for request in self.moving}
+        self._free([row for row in self.planner.req_to_token_pool.rows_in_use() if row not in held])
 
-    def _keep_moving(self) -> None:
-        """Keep the requests whose moves have begun in the list of moving ones.
-
-        The others run or have ended.
-        """
-        unmoved = [request for request in self._moves.unmoved() if request not in self.running]
-        self.running = [request for request in self.running if not has_begun_to_move(request)] + unmoved
-        self._moves.keep_begun(self._rows)
-
-    def _free_spare(self) -> None:
-        """Free the rows that no request has, with their slots."""
+    def _free(self, rows: list[int]) -> None:
+        """Free rows with their slots. If the driver fails, nothing is freed: `retract_all` tries again."""
         self._prefixes.record_release()
-        self._rows.free()
+        if rows:
+            self._finish(rows)
 
     def _admit(self) -> bool:
         """Start waiting requests in order, while rows, budget and slots last.
@@ -371,10 +356,11 @@ class Scheduler(Generic[R]):
         if not self._prefixes.match(request, pages, is_alone=not (self.running or self.moving)):
             return _Admission.WAITS
         result = self._prepare(request)
-        if result is not _Admission.STARTS:
+        rows = self._alloc_rows(1, owner=request.owner) if result is _Admission.STARTS else None
+        if rows is None:
             request.held.lease = request.held.load = None
-            return result
-        self._start(request)
+            return _Admission.WAITS if result is _Admission.STARTS else result
+        self._start(request, rows[0])
         if not has_rows_elsewhere(request) or self._moves.receive(request):
             return _Admission.STARTS
         self.waiting.appendleft(request)
@@ -385,24 +371,21 @@ class Scheduler(Generic[R]):
         return _Admission.WAITS
 
     def _prepare(self, request: R) -> _Admission:
-        """Begin the load of a matched prefix, and take a row for its request, if the request can start."""
+        """Begin the load of a matched prefix, if its request can start."""
         if not has_rows_elsewhere(request):
             if self._prefixes.is_computed_soon(request, self.running):
                 return _Admission.WAITS
             if not self._prefixes.try_load(request):
                 return _Admission.WAITS_FOR_COPIES
-        self._rows.take(request.owner)
-        return _Admission.STARTS if self._rows.groups else _Admission.WAITS
+        return _Admission.STARTS
 
-    def _start(self, request: R) -> None:
-        """Give the first request of the queue the row that was taken for it."""
-        # The request and its row are in one of the lists at any time.
+    def _start(self, request: R, row: int) -> None:
+        """Let the first request of the queue run, or move, in a row."""
         (self.moving if has_rows_elsewhere(request) else self.running).append(request)
         if request.held.fetch is not None:
             self.fetched_tokens += request.held.fetch.length
             request.held.fetch = None
-        request.held.row = self._rows.hand_out()
+        request.held.row = row
         request.held.cached = request.prefix_len
         request.state = "running"
         self.waiting.popleft()
-        self._rows.forget()

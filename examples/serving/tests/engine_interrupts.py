@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
+import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ Event = int | tuple[Place, int]
 
 
 class Interrupts:
-    """Raises at one event of the code of an engine and of what it calls.
+    """Sends SIGINT at one event of the code of an engine and of what it calls.
 
     An event is a line, or the return from a call, where Python lets a signal in before the next instruction.
     If `functions` are named, only theirs count, and the rest runs faster.
@@ -50,7 +51,7 @@ class Interrupts:
             self._left -= 1
             if self._left == 0:
                 self.has_raised = True
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
 
     def _on_call(self, frame: FrameType, _event: str, _arg: object) -> Any:  # noqa: ANN401
         code = frame.f_code

@@ -252,6 +252,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "ReqToTokenPool.mark_modified": Entry(lambda w: w.table.mark_modified(w.row), WORKS),
     "ReqToTokenPool.available_size": Entry(lambda w: w.table.available_size(), WORKS),
+    "ReqToTokenPool.rows_in_use": Entry(lambda w: w.table.rows_in_use(), WORKS),
     "ReqToTokenPool.clear": Entry(lambda w: w.table.clear(), REFUSES),
     # KVPool: launches over indices of the device are recorded.
     "KVPool.get_key_buffer": Entry(lambda w: w.kv.get_key_buffer(0), WORKS),
