@@ -3589,7 +3589,8 @@ class FileStore:
 
     Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes
     of each page: a page that is found has exactly the bytes that were put, and a damaged one is missing. The
-    pages used least recently are evicted; a use is a `put`, a `get`, a `touch`, or to be counted by `exists`.
+    pages used least recently are evicted; a use is a `put`, a `get`, a `touch`, or an `exists` with
+    `will_use`.
     Of the pages of a prompt, the last are evicted first, so that the beginning of a prefix stays longest: the
     pages of one call follow each other, and `parent` of `put` names the page before them.
 
@@ -3641,11 +3642,14 @@ class FileStore:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-    def exists(self, keys: KeysLike) -> int:
+    def exists(self, keys: KeysLike, *, will_use: bool = False) -> int:
         """Returns the number of keys before the first whose page is not in the store. Reads no file.
 
         Args:
             keys: A sequence of `bytes` objects of 32 bytes, or a uint8 array or tensor `[n, 32]` in host memory.
+            will_use: Whether a prompt begins with these pages and will use them. Then this is a use of those that
+                are there, and `put` without `parent` follows them. Otherwise the order of eviction stays as it is,
+                however often one asks.
 
         Raises:
             ConfigError: If a key does not have 32 bytes.

@@ -26,10 +26,10 @@ class Store(Closing):
 
     `PrefixCache(tiers=(host, store))` writes the pages that come to host memory to the store, and its `fetch`
     brings back the part of a prompt that the store has. `FileStore` is such a store. Other stores are
-    subclasses of this class. Three of their methods may be slow: threads of the store call them, one thread
-    `find` and `read` and one `write`, and nothing in the cache waits for them. An exception of a method is
-    logged, and means that no page is there or was written. `close` ends the threads; so does the end of the
-    program, or of the store.
+    subclasses of this class. Four of their methods may be slow: threads of the store call them, one thread
+    `find`, `touch` and `read` and one `write`, and nothing in the cache waits for them. An exception of a
+    method is logged, and means that no page is there or was written. `close` ends the threads; so does the
+    end of the program, or of the store.
 
     A key has 32 bytes and names all that the bytes of its page depend on: the model, the shape and dtype of
     the pools, the page size, the namespace, and all tokens up to the page's end. A page in the store never
@@ -73,9 +73,15 @@ class Store(Closing):
     def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Return for each key whether its page is in the store.
 
-        A cache also asks for pages that requests use on the device, at a bounded rate: a store that evicts
-        what was used least recently keeps them by that.
+        A scheduler may ask again and again for one request: no lease and no order of eviction changes by it.
         """
+
+    def touch(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Return the same for pages that requests use on the device: a use, for a store that keeps those.
+
+        A cache calls it at a bounded rate. By default it is `find`.
+        """
+        return self.find(keys)
 
     @abstractmethod
     def read(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[bool]:
@@ -165,6 +171,8 @@ def _answer(store: Store, call: _StoreCall) -> None:
     try:
         if kind == "find":
             present = store.find(keys)
+        elif kind == "touch":
+            present = store.touch(keys)
         elif kind == "read":
             present = store.read(keys, addresses, sizes)
         else:

@@ -265,12 +265,20 @@ impl FileStore {
         Ok(store)
     }
 
-    /// Returns the number of keys before the first whose page is not there, and records a use of these pages.
-    /// Reads no file.
+    /// Returns the number of keys before the first whose page is not there. Reads no file, and records no use.
     ///
     /// # Errors
     /// [`ErrorKind::State`] if the store is closed, or belongs to the process that this one was forked from.
     pub fn exists(&self, keys: &[PageHash]) -> Result<usize> {
+        let state = self.open_state()?;
+        Ok(keys.iter().take_while(|key| state.slots.find(key).is_some()).count())
+    }
+
+    /// Returns what [`FileStore::exists`] does, and records a use of these pages, which a prompt begins with.
+    ///
+    /// # Errors
+    /// See [`FileStore::exists`].
+    pub fn look_up(&self, keys: &[PageHash]) -> Result<usize> {
         let mut state = self.open_state()?;
         let slots = try_collect_each(keys.iter().map_while(|key| state.slots.find(key)))?;
         if !keys.is_empty() {

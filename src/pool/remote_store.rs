@@ -15,8 +15,10 @@ use super::{Store, StoreTransfer};
 /// The operation that a [`StoreCall`] asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoreCallKind {
-    /// A look-up of the keys that are there.
+    /// A look-up of the keys that are there, which leaves the order of eviction as it is.
     Find,
+    /// A look-up of keys that are in use.
+    Touch,
     /// Copies of pieces to memory.
     Read,
     /// Copies of memory as pieces.
@@ -27,6 +29,7 @@ pub enum StoreCallKind {
 #[derive(Debug)]
 enum Work {
     Find,
+    Touch,
     Read(HostRows),
     Write(HostRows),
 }
@@ -34,7 +37,7 @@ enum Work {
 /// The queue that a [`StoreCall`] waits in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoreCallQueue {
-    /// [`StoreCallKind::Find`] and [`StoreCallKind::Read`]: their callers wait.
+    /// All but [`StoreCallKind::Write`]: their callers wait.
     Reads,
     /// [`StoreCallKind::Write`].
     Writes,
@@ -159,6 +162,12 @@ impl RemoteStore {
         Ok(self.shared.state.lock())
     }
 
+    fn ask(&self, question: Work, keys: &[PageHash]) -> Result<Vec<bool>> {
+        let transfer = self.queue(question, keys.to_vec())?;
+        wait_interruptibly(|timeout| transfer.wait(timeout))?;
+        transfer.present()
+    }
+
     fn queue(&self, work: Work, keys: Vec<PageHash>) -> Result<Arc<StoreTransfer>> {
         if let Some(rows) = work.rows().filter(|rows| rows.len() != keys.len()) {
             return Err(Error::config(format!("there are {} keys for {} pieces", keys.len(), rows.len())));
@@ -184,14 +193,14 @@ impl RemoteStore {
 impl Work {
     const fn queue(&self) -> StoreCallQueue {
         match self {
-            Self::Find | Self::Read(_) => StoreCallQueue::Reads,
+            Self::Find | Self::Touch | Self::Read(_) => StoreCallQueue::Reads,
             Self::Write(_) => StoreCallQueue::Writes,
         }
     }
 
     const fn rows(&self) -> Option<&HostRows> {
         match self {
-            Self::Find => None,
+            Self::Find | Self::Touch => None,
             Self::Read(rows) | Self::Write(rows) => Some(rows),
         }
     }
@@ -212,9 +221,11 @@ impl Store for RemoteStore {
     }
 
     fn find(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
-        let transfer = self.queue(Work::Find, keys.to_vec())?;
-        wait_interruptibly(|timeout| transfer.wait(timeout))?;
-        transfer.present()
+        self.ask(Work::Find, keys)
+    }
+
+    fn touch(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
+        self.ask(Work::Touch, keys)
     }
 
     fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
@@ -232,6 +243,7 @@ impl StoreCall {
     pub const fn kind(&self) -> StoreCallKind {
         match self.work {
             Work::Find => StoreCallKind::Find,
+            Work::Touch => StoreCallKind::Touch,
             Work::Read(_) => StoreCallKind::Read,
             Work::Write(_) => StoreCallKind::Write,
         }
@@ -243,7 +255,7 @@ impl StoreCall {
         &self.keys
     }
 
-    /// Returns the memory of the pieces, until the call is finished. `None` for [`StoreCallKind::Find`].
+    /// Returns the memory of the pieces, until the call is finished. `None` for the look-ups.
     #[must_use]
     pub const fn rows(&self) -> Option<&HostRows> {
         self.work.rows()

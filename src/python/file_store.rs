@@ -20,7 +20,8 @@ use super::wait_in_slices;
 ///
 /// Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes
 /// of each page: a page that is found has exactly the bytes that were put, and a damaged one is missing. The
-/// pages used least recently are evicted; a use is a `put`, a `get`, a `touch`, or to be counted by `exists`.
+/// pages used least recently are evicted; a use is a `put`, a `get`, a `touch`, or an `exists` with
+/// `will_use`.
 /// Of the pages of a prompt, the last are evicted first, so that the beginning of a prefix stays longest: the
 /// pages of one call follow each other, and `parent` of `put` names the page before them.
 ///
@@ -85,15 +86,19 @@ impl FileStore {
     ///
     /// Args:
     ///     keys: A sequence of `bytes` objects of 32 bytes, or a uint8 array or tensor `[n, 32]` in host memory.
+    ///     will_use: Whether a prompt begins with these pages and will use them. Then this is a use of those that
+    ///         are there, and `put` without `parent` follows them. Otherwise the order of eviction stays as it is,
+    ///         however often one asks.
     ///
     /// Raises:
     ///     ConfigError: If a key does not have 32 bytes.
     ///     TypeError: If `keys` is something else.
     ///     RuntimeError: If the store is closed, or belongs to the process that this one was forked from.
-    fn exists(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
+    #[pyo3(signature = (keys, *, will_use=false))]
+    fn exists(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, will_use: bool) -> PyResult<usize> {
         let keys = args::page_keys(keys)?;
         self.report(py);
-        Ok(self.store.exists(&keys)?)
+        Ok(if will_use { self.store.look_up(&keys) } else { self.store.exists(&keys) }?)
     }
 
     /// Returns for each key whether its page is in the store. Reads no file, and records no use.

@@ -77,6 +77,7 @@ impl StoreCall {
     fn kind(&self) -> Option<&'static str> {
         lock(&self.call).as_ref().map(|call| match call.kind() {
             StoreCallKind::Find => "find",
+            StoreCallKind::Touch => "touch",
             StoreCallKind::Read => "read",
             StoreCallKind::Write => "write",
         })

@@ -213,7 +213,7 @@ def test_removed_and_cleared_pages_are_not_found(tmp_path: Path) -> None:
 def test_another_capacity_keeps_the_pages_used_last(tmp_path: Path) -> None:
     with opened(tmp_path, 6) as store:
         for number in range(1, 7):
-            assert store.exists(keys_of(number)) == 0  # each is a prompt
+            assert store.exists(keys_of(number), will_use=True) == 0  # each is a prompt
             put(store, number)
     with opened(tmp_path, 2) as store:
         assert found(store, *range(1, 7)) == [5, 6]

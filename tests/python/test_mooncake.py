@@ -285,6 +285,24 @@ def test_what_is_evicted_is_missing(start: Callable[..., Cluster]) -> None:
     assert other("damaged") == 0
 
 
+def test_a_page_that_is_only_asked_for_is_not_kept(start: Callable[..., Cluster]) -> None:
+    """The master keeps what it was asked about for a second, and a scheduler asks more often."""
+    cluster = start("--default_kv_lease_ttl=1000")
+    server = cluster.server()
+    assert server("write", [1, 2, 3], PAGE) == [True] * 3
+    assert server("find", [1, 2, 9]) == [True, True, False]
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        assert server("find", [1]) == [True]
+        assert server("touch", [2]) == [True]
+        time.sleep(0.05)
+    assert server("remove", [1, 2, 3]) == [True, False, True]
+    # It is known that it was there, until a use shows that it is not.
+    assert server("find", [1, 2, 9]) == [True, True, False]
+    assert server("read", [1, 2, 3], PAGE) == ["missing", "right", "missing"]
+    assert server("find", [1, 2, 3]) == [False, True, False]
+
+
 def test_sharing_goes_on_with_a_master_that_was_restarted(start: Callable[..., Cluster]) -> None:
     cluster = start()
     one, other = cluster.server(), cluster.server()

@@ -283,7 +283,7 @@ fn a_page_whose_read_fails_is_missing_and_can_be_put_again() {
     let store = open(&disk, 3);
     disk.files().fault = Some((0, Fault::Error(Io::Other)));
     assert_eq!(found(&store, &[1, 2]), [2]);
-    assert_eq!(store.exists(&keys(&[1])).unwrap(), 0);
+    assert_eq!(store.look_up(&keys(&[1])).unwrap(), 0);
     assert_eq!((stat(&store, "errors"), stat(&store, "damaged")), (1, 0));
     assert!(store.take_notes()[0].contains("cannot read a page"));
     assert_eq!(put(&store, &[1]), [true]);
@@ -296,7 +296,7 @@ fn the_last_pages_of_a_call_go_first_and_use_counts() {
     let store = open(&disk, 4);
     put(&store, &[1, 2, 3, 4]);
     put(&store, &[5]);
-    assert_eq!(store.exists(&keys(&[1, 2, 3, 4])).unwrap(), 3);
+    assert_eq!(store.look_up(&keys(&[1, 2, 3, 4])).unwrap(), 3);
     put(&store, &[6]);
     assert_eq!(found(&store, &[2, 1]), [2, 1], "5 was used least recently, and 3 is the end of a prefix");
     put(&store, &[7, 8]);
@@ -305,7 +305,10 @@ fn the_last_pages_of_a_call_go_first_and_use_counts() {
 
 /// The number of leading pages of a prompt, without recording a use.
 fn leading(store: &FileStore, numbers: &[u8]) -> usize {
-    store.find(&keys(numbers)).unwrap().into_iter().take_while(|is_there| *is_there).count()
+    let leading = store.exists(&keys(numbers)).unwrap();
+    let found = store.find(&keys(numbers)).unwrap();
+    assert_eq!(found.into_iter().take_while(|is_there| *is_there).count(), leading);
+    leading
 }
 
 fn numbers(begin: u8, count: u8) -> Vec<u8> {
@@ -383,12 +386,12 @@ fn calls_between_look_ups_are_parts_of_one_prompt() {
     store.clear().unwrap();
     for part in 0..3_u8 {
         let before = usize::from(4 * part);
-        assert_eq!(store.exists(&keys(&numbers(0, 12))).unwrap(), before);
+        assert_eq!(store.look_up(&keys(&numbers(0, 12))).unwrap(), before);
         put(&store, &numbers(4 * part, 4));
     }
-    assert_eq!(store.exists(&keys(&numbers(100, 4))).unwrap(), 0);
+    assert_eq!(store.look_up(&keys(&numbers(100, 4))).unwrap(), 0);
     put(&store, &numbers(100, 4));
-    assert_eq!(store.exists(&keys(&numbers(150, 6))).unwrap(), 0);
+    assert_eq!(store.look_up(&keys(&numbers(150, 6))).unwrap(), 0);
     put(&store, &numbers(150, 6));
     assert_eq!(leading(&store, &numbers(0, 12)), 6);
     assert_eq!((leading(&store, &numbers(100, 4)), leading(&store, &numbers(150, 6))), (4, 6));

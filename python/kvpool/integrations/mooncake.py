@@ -45,6 +45,12 @@ _PREFIX = "kvpool1:"
 _METADATA = "P2PHANDSHAKE"  # peers ask each other; no other server is needed
 
 _OK = 0
+_IS_THERE = 1
+
+# For how long a value that was found counts as found, and how many such values are remembered.
+_SEEN_S = 60.0
+_MOST_SEEN = 1 << 16
+
 # After 60 seconds Mooncake returns from a transfer that still runs, into memory that has another use by then.
 # A transfer without progress for the seconds of this variable ends. If one makes slow progress, the client is
 # closed after `_SLOW_S`.
@@ -90,6 +96,36 @@ class _Client(Protocol):
     ) -> list[int]: ...
     def remove(self, key: str, force: bool, /) -> int: ...
     def close(self) -> int: ...
+
+
+class _Seen:
+    """Values that were found not long ago."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until: dict[str, float] = {}  # in the order of these times
+
+    def select(self, names: Sequence[str]) -> list[bool]:
+        """Return which of the values were found within `_SEEN_S`."""
+        now = time.monotonic()
+        with self._lock:
+            return [self._until.get(name, now) > now for name in names]
+
+    def clear(self) -> None:
+        """Forget all values: a master that is started again has none."""
+        with self._lock:
+            self._until.clear()
+
+    def record(self, names: Sequence[str], found: Sequence[bool]) -> None:
+        """Record what was found, and forget the others, and the oldest of more than `_MOST_SEEN`."""
+        until = time.monotonic() + _SEEN_S
+        with self._lock:
+            for name, is_there in zip(names, found, strict=True):
+                self._until.pop(name, None)
+                if is_there:
+                    self._until[name] = until
+            while len(self._until) > _MOST_SEEN:
+                del self._until[next(iter(self._until))]
 
 
 class _Value(NamedTuple):
@@ -211,6 +247,7 @@ class MooncakeStore(Store):
                 f"protocol {protocol!r}: error {code}; its log on standard error says why"
             )
         self._client = client
+        self._seen = _Seen()
         self._timeout_s = timeout_s
         self._process = os.getpid()
         self._regions = _Regions([], [])
@@ -266,9 +303,11 @@ class MooncakeStore(Store):
                 self._regions = _Regions.of(regions)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether its value is in the cluster.
+        """Return for each key whether its value is in the cluster, or was within the last minute.
 
-        The master does not evict found values for some seconds: see its option `-default_kv_lease_ttl`.
+        Mooncake's master cannot be asked without a lease: what it has found, it does not evict for some
+        seconds (its option `-default_kv_lease_ttl`). So it is asked about a value that is there once a
+        minute, however often this is called. `touch` and `read` always ask.
 
         Raises:
             ConfigError: If a key has not 32 bytes.
@@ -276,13 +315,33 @@ class MooncakeStore(Store):
         """
         names = [_name(key) for key in keys]
         with self._use() as client:
+            if client is None or self._abandoning or not self._reach_master():
+                return [False] * len(names)
+            known = self._seen.select(names)
+        unknown = [name for name, is_known in zip(names, known, strict=True) if not is_known]
+        found = iter(self._look_up(unknown) if unknown else ())
+        return [is_known or next(found) for is_known in known]
+
+    def touch(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether its value is in the cluster. The master keeps it for some seconds.
+
+        Raises:
+            ConfigError: If a key has not 32 bytes.
+            RuntimeError: If the store is closed, or of another process.
+        """
+        return self._look_up([_name(key) for key in keys])
+
+    def _look_up(self, names: Sequence[str]) -> list[bool]:
+        """Ask the master."""
+        with self._use() as client:
             if client is None:
                 return [False] * len(names)
             found: list[bool] = []
             for start in range(0, len(names), _VALUES_PER_CALL):
                 part = names[start : start + _VALUES_PER_CALL]
                 codes = self._ask(client.batch_is_exist, part)
-                found += [code == 1 for code in codes] if codes is not None else [False] * len(part)
+                found += [code == _IS_THERE for code in codes] if codes is not None else [False] * len(part)
+            self._seen.record(names, found)
             return found
 
     def read(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> list[bool]:
@@ -297,7 +356,9 @@ class MooncakeStore(Store):
                 attached.
             RuntimeError: If the store is closed, or of another process.
         """
-        return self._transfer(self._read, keys, addresses, sizes)
+        present = self._transfer(self._read, keys, addresses, sizes)
+        self._seen.record([_name(key) for key in keys], present)
+        return present
 
     def write(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> list[bool]:
         """Store values from attached memory, which must not change meanwhile.
@@ -413,6 +474,7 @@ class MooncakeStore(Store):
                 return
             self._master_is_lost = True
             self._try_at = time.monotonic() + pause_s
+        self._seen.clear()
         _logger.warning("the Mooncake master %s is gone; nothing is shared until it is back", self._master)
 
     def _transfer(

@@ -27,6 +27,10 @@ class Memory(Store):
         self.calls.append(("find", len(keys)))
         return [key in self.pages for key in keys]
 
+    def touch(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        self.calls.append(("touch", len(keys)))
+        return [key in self.pages for key in keys]
+
     def read(self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]) -> Sequence[bool]:
         self.calls.append(("read", len(keys)))
         for key, address, size in zip(keys, addresses, sizes, strict=True):

@@ -73,6 +73,14 @@ class Process:
         step = len(numbers) // pieces
         return sum(sum(self.write(numbers[i : i + step], size)) for i in range(0, len(numbers), step))
 
+    def remove(self, numbers: list[int]) -> list[bool]:
+        """Removes values, except those that the master keeps."""
+        names = [mooncake._name(number.to_bytes(32, "little")) for number in numbers]
+        return [self.store._client.remove(name, False) == 0 for name in names]
+
+    def touch(self, numbers: list[int]) -> list[bool]:
+        return self.store.touch([number.to_bytes(32, "little") for number in numbers])
+
     def find(self, numbers: list[int]) -> list[bool]:
         return self.store.find([number.to_bytes(32, "little") for number in numbers])
 
