@@ -19,7 +19,7 @@ use crate::tensor::TensorView;
 use self::claim::Claim;
 pub use self::plan::{Field, Plan, PlannerConfig};
 use self::state::{PlannerState, Pools, Release};
-use super::prefix_cache::{FinishedRequests, LeaseKeeper, LeasedRequest, LeasingRequest};
+use super::prefix_cache::{FinishedRequests, LeaseId, LeaseKeeper, LeasedRequest, LeasingRequest};
 use super::req_to_token_pool::RequestTable;
 use super::shortage::{Obtainable, Reclaim, TakeResult};
 use super::{Fence, Lease, Notice, ReqToTokenPool, TokenToKvPoolAllocator, make_room};
@@ -199,7 +199,7 @@ impl BatchPlanner {
     /// Returns whether `lease` is that of the request in `row`.
     fn has_lease(&self, row: RequestRow, lease: &Lease) -> bool {
         let (state, table) = (self.state.lock(), self.table.lock());
-        state.leases.is_of(lease, row, &table)
+        state.leases.is_of(lease.id(), row, &table)
     }
 
     /// Returns the rows of live requests.
@@ -417,7 +417,7 @@ impl Reclaim for BatchPlanner {
 }
 
 impl LeaseKeeper for BatchPlanner {
-    fn leased_request(&self, row: RequestRow, lease: &Lease) -> Option<Box<dyn LeasedRequest + '_>> {
+    fn leased_request(&self, row: RequestRow, lease: LeaseId) -> Option<Box<dyn LeasedRequest + '_>> {
         let (state, table) = (self.state.lock(), self.table.lock());
         state
             .leases

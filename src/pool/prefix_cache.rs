@@ -1,20 +1,25 @@
 //! The prefix cache: cached pages of a [`TokenToKvPoolAllocator`], found by their tokens.
 
 mod backing;
-mod tier_link;
-
+mod cache_core;
+mod config;
 mod fetch;
+mod home;
 mod lease;
 mod lease_state;
 mod load;
+mod loading;
 mod lock;
 mod pages;
 mod pins;
 mod publish;
 mod put_queue;
+mod released;
 mod request;
-mod shared;
+mod stale;
+mod store_access;
 mod taken_slot;
+mod tier_link;
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,81 +28,29 @@ use std::time::{Duration, Instant};
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Device, Error, Id, Result, Slot, check_memory};
 use crate::cache::{
-    AGE_BUCKETS, BlockTokens, CacheEvent, Cause, Digest, LowerTierContents, Namespace, PolicyKind, Pressure,
-    ResumeAt, Segment, Tokens, Tree, TreeStats, WritePolicy,
+    AGE_BUCKETS, CacheEvent, Cause, LowerTierContents, Namespace, Pressure, Segment, Tokens, TreeStats,
+    WritePolicy,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
 
 use super::contract::{Pool, Stats};
-use super::{GdnPool, HostTier, Reclaim, Store, TokenToKvPoolAllocator};
-use backing::CacheRef;
+use super::{GdnPool, HostTier, Reclaim, TokenToKvPoolAllocator};
+use cache_core::{CacheCall, CacheCore, CacheState, new_tree, resume_at};
 use fetch::{ClearCounts, FetchRequest};
-use load::Loadable;
-use shared::{CacheCall, CacheCore, CacheState};
+use home::CacheRef;
+use loading::Loadable;
+use pins::Pins;
 use tier_link::TierLink;
 
+pub use config::{LowerStore, LowerTier, PrefixCacheConfig, PrefixCounts};
 pub use fetch::Fetch;
 pub use lease::Lease;
 pub use load::Load;
 pub(super) use lock::FencedLock;
-use pins::Pins;
 pub use publish::{Publication, Published};
 pub use request::FinishedRequests;
-pub(super) use request::{LeaseKeeper, LeasedRequest, LeasingRequest};
-
-/// Settings of a [`PrefixCache`].
-#[derive(Clone, Debug)]
-pub struct PrefixCacheConfig {
-    /// The policy by which prefixes are evicted.
-    pub policy: PolicyKind,
-    /// The share of the allocator's capacity that may be pinned.
-    pub max_pinned: f64,
-    /// The owner of cached pages in reports.
-    pub name: String,
-    /// Hashes the keys of pages for [`PrefixCache::take_events`]; without it there are no events.
-    pub events: Option<Digest>,
-}
-
-/// The tiers below a [`PrefixCache`].
-#[derive(Clone, Debug)]
-pub struct LowerTier {
-    /// Host memory, for this cache alone.
-    pub host: Arc<HostTier>,
-    /// Hashes the keys of pages.
-    pub digest: Digest,
-    /// The store below host memory.
-    pub store: Option<LowerStore>,
-}
-
-/// A store below a [`HostTier`], which other caches may use, too.
-#[derive(Clone, Debug)]
-pub struct LowerStore {
-    /// The store.
-    pub store: Arc<dyn Store>,
-    /// The name of the model, and of everything else that K and V depend on besides the tokens and the shape
-    /// of the pools, such as the rank of a model part. Caches with the same name share pages.
-    pub model: String,
-}
-
-/// Counts of a [`PrefixCache`] since it was made, in tokens unless the name says otherwise.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PrefixCounts {
-    /// Calls of [`PrefixCache::match_prefix`], those of insertions included.
-    pub lookups: usize,
-    /// Tokens found by look-ups.
-    pub hit_tokens: usize,
-    /// Tokens looked up and not found.
-    pub missed_tokens: usize,
-    /// Tokens published.
-    pub published: usize,
-    /// Tokens that were published by others in between, and whose slots were freed.
-    pub duplicates: usize,
-    /// Tokens evicted.
-    pub evicted: usize,
-    /// Tokens that came back from the tier below.
-    pub loaded: usize,
-}
+pub(super) use request::{LeaseId, LeaseKeeper, LeasedRequest, LeasingRequest};
 
 /// Cached tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -199,7 +152,7 @@ impl PrefixCache {
         });
         let cache_ref = shared.state.lock().cache_ref();
         if let Some(cache_ref) = &cache_ref {
-            cache_ref.begin(&shared);
+            cache_ref.begin(Arc::downgrade(&shared) as _);
         }
         let reclaim: Arc<dyn Reclaim> = Arc::clone(&shared) as _;
         allocator.on_shortage(&reclaim);
@@ -591,31 +544,4 @@ fn fits_tier(
         (Some(_), None) => Err(Error::config("the host tier has states, the cache has none")),
         (Some(_), Some(_)) => Err(Error::config("the host tier is for another pool of states")),
     }
-}
-
-/// Requests of a model with states can only continue at a snapshot.
-const fn resume_at(states: Option<&Arc<GdnPool>>) -> ResumeAt {
-    if states.is_some() { ResumeAt::Snapshot } else { ResumeAt::AnyPage }
-}
-
-fn new_tree(
-    config: &PrefixCacheConfig,
-    allocator: &TokenToKvPoolAllocator,
-    resume_at: ResumeAt,
-    below: Option<&TierLink>,
-) -> Tree {
-    let page_size = crate::base::bounded::narrow(allocator.page_size());
-    let capacity = allocator.stats().capacity as u64;
-    let policy = config.policy.policy(capacity, BlockTokens::of_page_size(page_size));
-    let mut tree = Tree::new(allocator.page_size(), resume_at, policy);
-    if let Some(digest) = config.events {
-        tree.keep_journal(digest);
-    }
-    if let Some(below) = below {
-        tree.offer(below.tier.config().write, below.digest);
-        if below.backing.is_some() {
-            tree.keep_uses();
-        }
-    }
-    tree
 }

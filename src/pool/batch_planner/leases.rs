@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::base::{Id, RequestRow, Result, try_collect, widen};
 use crate::memory::Stream;
 use crate::pool::Lease;
-use crate::pool::prefix_cache::FencedLock;
+use crate::pool::prefix_cache::{FencedLock, LeaseId};
 use crate::pool::req_to_token_pool::RequestTable;
 
 /// The lease of a request.
@@ -114,8 +114,8 @@ impl Leases {
     }
 
     /// Returns whether `lease` is that of the request in `row`.
-    pub(super) fn is_of(&self, lease: &Lease, row: RequestRow, table: &RequestTable) -> bool {
-        self.of(row, table).is_some_and(|own| std::ptr::eq(&raw const **own, lease))
+    pub(super) fn is_of(&self, lease: LeaseId, row: RequestRow, table: &RequestTable) -> bool {
+        self.of(row, table).is_some_and(|own| own.id() == lease)
     }
 
     /// Removes the lease of a request, which gives it up.

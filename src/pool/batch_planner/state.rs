@@ -249,7 +249,7 @@ impl PlannerState {
                 *pages = shared;
                 Ok(growth)
             }
-            (_, Some(Prefix::Leased(lease))) if !self.leases.is_of(lease, asked.row, table) => {
+            (_, Some(Prefix::Leased(lease))) if !self.leases.is_of(lease.id(), asked.row, table) => {
                 let GrowthRequest { position, row, .. } = asked;
                 Err(Error::config(format!(
                     "request row {row} at position {position} was finished while it was to grow"

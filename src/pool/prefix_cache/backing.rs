@@ -1,22 +1,17 @@
 //! The store below the host tier of a cache.
 
-use std::ops::Range;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
-use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{ForkGate, Result, run_blocking};
-use crate::cache::{Continuation, Digest, LowerTierContents, PageHash, StoreKeys, UsedRun};
-use crate::memory::{HostRows, Keep, Stream};
-use crate::pool::host_tier::{IncomingPieces, PieceKind};
-use crate::pool::{HostTier, Store, StoreTransfer};
+use crate::base::Result;
+use crate::cache::{Digest, PageHash, UsedRun};
+use crate::memory::Stream;
+use crate::pool::host_tier::PieceKind;
+use crate::pool::{HostTier, Store};
 use crate::transfer::{JobThread, Transfer};
 
-use super::CacheCore;
+use super::home::CacheRef;
 use super::put_queue::PutQueue;
-
-/// Pages that are looked for in a store at once, and snapshots, which have more parts.
-const SURVEYED: usize = 512;
-const STATES_SURVEYED: usize = 16;
+use super::store_access::StoreAccess;
 
 /// A store, and the names of a tier's pieces in it.
 #[derive(Debug)]
@@ -26,243 +21,6 @@ pub(super) struct Backing {
     cache_ref: Arc<CacheRef>,
     puts: Arc<PutQueue>,
     fetches: JobThread,
-}
-
-/// The reference by which threads reach the cache until it is dropped.
-#[derive(Debug)]
-pub(super) struct CacheRef(RankedMutex<Weak<CacheCore>>);
-
-impl Default for CacheRef {
-    fn default() -> Self {
-        Self(RankedMutex::new(LockRank::CacheRef, Weak::new()))
-    }
-}
-
-impl CacheRef {
-    pub(super) fn begin(&self, cache: &Arc<CacheCore>) {
-        *self.0.lock() = Arc::downgrade(cache);
-    }
-
-    /// Prevents threads from reaching the cache from now on, and waits for a thread that is using it.
-    pub(super) fn end(&self) {
-        match self.0.try_lock() {
-            Some(mut cache) => *cache = Weak::new(),
-            // The thread may wait for the interpreter, whose lock the caller has.
-            None => run_blocking(|| *self.0.lock() = Weak::new()),
-        }
-    }
-
-    /// Calls `work` with the cache, if it is there.
-    pub(super) fn visit(&self, work: impl FnOnce(&CacheCore)) {
-        let _gate = ForkGate::enter();
-        // Held until the thread no longer uses the cache, so that the cache is dropped by its owner, not by
-        // the thread.
-        let cache = self.0.lock();
-        if let Some(shared) = cache.upgrade() {
-            work(&shared);
-        }
-    }
-}
-
-/// A store below a tier.
-#[derive(Debug)]
-pub(super) struct StoreAccess {
-    tier: Arc<HostTier>,
-    store: Arc<dyn Store>,
-    pages: PieceNames,
-    states: PieceNames,
-}
-
-/// The names of the pieces of one kind, and the parts in which they are stored.
-#[derive(Debug)]
-struct PieceNames {
-    keys: StoreKeys,
-    /// Bytes of a piece, and the maximum bytes of a part.
-    piece_bytes: usize,
-    part_bytes: usize,
-}
-
-/// The part of a prompt that follows the part on the device, and is in the tier or in the store.
-#[derive(Debug, Default)]
-pub(super) struct AvailablePages {
-    /// The keys of the pages that follow the usable tokens on the device, up to the last one from which a
-    /// request can continue.
-    pub(super) keys: Vec<PageHash>,
-    /// The positions of the keys that only the store has.
-    pub(super) missing: Vec<usize>,
-    /// Whether only the store has the snapshot at their end.
-    pub(super) lacks_state: bool,
-}
-
-impl PieceNames {
-    fn new(tier: &HostTier, kind: PieceKind, part_bytes: usize, model: &str, digest: Digest) -> Self {
-        let geometry = tier.geometry(kind);
-        let parts: Vec<&[u8]> =
-            std::iter::once(model.as_bytes()).chain(geometry.iter().map(Vec::as_slice)).collect();
-        let piece_bytes = tier.piece_bytes(kind);
-        Self {
-            keys: StoreKeys::new(digest, &parts),
-            piece_bytes,
-            part_bytes: part_bytes.min(piece_bytes).max(1),
-        }
-    }
-
-    /// Returns the number of parts in which a piece is stored.
-    const fn parts(&self) -> usize {
-        self.piece_bytes.div_ceil(self.part_bytes)
-    }
-
-    /// Returns the names of the parts of pieces.
-    fn of(&self, keys: &[PageHash]) -> Vec<PageHash> {
-        let parts = 0..crate::base::bounded::narrow(self.parts());
-        keys.iter().flat_map(|key| parts.clone().map(|part| self.keys.piece(key, part))).collect()
-    }
-
-    /// Returns the parts of pieces in `ranges` of their memory.
-    fn rows(
-        &self,
-        tier: &HostTier,
-        kind: PieceKind,
-        ranges: &[Range<usize>],
-        owner: Keep,
-    ) -> Result<HostRows> {
-        let part = |range: &Range<usize>, part: usize| {
-            let begin = range.start + part * self.part_bytes;
-            begin..(begin + self.part_bytes).min(range.end)
-        };
-        let parts = ranges.iter().flat_map(|range| (0..self.parts()).map(move |number| part(range, number)));
-        let region = tier.region(kind).expect("there are pieces of this kind");
-        HostRows::of_ranges(region, parts.collect(), owner)
-    }
-}
-
-impl StoreAccess {
-    const fn names(&self, kind: PieceKind) -> &PieceNames {
-        match kind {
-            PieceKind::Page => &self.pages,
-            PieceKind::State => &self.states,
-        }
-    }
-
-    /// Finds which pieces the store has. Waits for it.
-    fn find(&self, kind: PieceKind, keys: &[PageHash]) -> Result<Vec<bool>> {
-        if keys.is_empty() {
-            return Ok(Vec::new());
-        }
-        let names = self.names(kind);
-        let present = self.store.find(&names.of(keys))?;
-        Ok(present.chunks(names.parts()).map(|parts| parts.iter().all(|part| *part)).collect())
-    }
-
-    /// Records a use of consecutive pieces, and finds which of them the store has. Waits for it.
-    pub(super) fn touch(&self, kind: PieceKind, keys: &[PageHash]) -> Result<Vec<bool>> {
-        if keys.is_empty() {
-            return Ok(Vec::new());
-        }
-        let names = self.names(kind);
-        let present = self.store.touch(&names.of(keys))?;
-        Ok(present.chunks(names.parts()).map(|parts| parts.iter().all(|part| *part)).collect())
-    }
-
-    /// Begins to put pieces in `ranges` of the tier's memory, which `owner` keeps.
-    pub(super) fn put(
-        &self,
-        kind: PieceKind,
-        keys: &[PageHash],
-        ranges: &[Range<usize>],
-        owner: Keep,
-    ) -> Result<Arc<StoreTransfer>> {
-        let names = self.names(kind);
-        let rows = names.rows(&self.tier, kind, ranges, owner)?;
-        self.store.put(names.of(keys), rows)
-    }
-
-    /// Returns which pieces a put that is over has stored; `None` while it is not over.
-    pub(super) fn stored(&self, kind: PieceKind, transfer: &StoreTransfer) -> Option<Vec<bool>> {
-        // In the child of a fork nothing is stored.
-        if !transfer.query().unwrap_or(true) {
-            return None;
-        }
-        let present = transfer.present().unwrap_or_default();
-        Some(present.chunks(self.names(kind).parts()).map(|parts| parts.iter().all(|part| *part)).collect())
-    }
-
-    /// Begins to get pieces that are expected.
-    pub(super) fn get(&self, kind: PieceKind, incoming: &Arc<IncomingPieces>) -> Result<Arc<StoreTransfer>> {
-        let names = self.names(kind);
-        let rows = names.rows(&self.tier, kind, incoming.ranges(), Arc::clone(incoming) as Keep)?;
-        self.store.get(names.of(incoming.keys()), rows)
-    }
-
-    /// Returns the number of pieces before the first that a transfer did not bring whole.
-    pub(super) fn leading(&self, kind: PieceKind, transfer: &StoreTransfer) -> Result<usize> {
-        Ok(transfer.leading()? / self.names(kind).parts())
-    }
-
-    pub(super) const fn tier(&self) -> &Arc<HostTier> {
-        &self.tier
-    }
-
-    /// Looks for pages of `tokens`, which follow the usable tokens of `continuation`, as long as
-    /// `should_continue` returns true. Waits for the store.
-    ///
-    /// # Errors
-    /// The error of the store.
-    pub(super) fn find_available(
-        &self,
-        continuation: Continuation,
-        tokens: &[i32],
-        should_continue: impl Fn() -> bool,
-    ) -> Result<AvailablePages> {
-        let Continuation { mut chain, usable, cached } = continuation;
-        let page_size = self.tier.kv().config().page_size;
-        let on_device = (cached - usable) / page_size;
-        let (mut keys, mut missing) = (Vec::new(), Vec::new());
-        for tokens in tokens.chunks(SURVEYED * page_size) {
-            if !should_continue() {
-                return Ok(AvailablePages::default());
-            }
-            let begin = keys.len();
-            keys.extend(tokens.chunks_exact(page_size).map(|page| chain.next(page)));
-            let contents = self.tier.contents();
-            let is_absent = |&at: &usize| at >= on_device && !contents.has_page(&keys[at]);
-            let absent: Vec<usize> = (begin..keys.len()).filter(is_absent).collect();
-            drop(contents);
-            let names: Vec<PageHash> = absent.iter().map(|&at| keys[at]).collect();
-            let found = self.find(PieceKind::Page, &names)?.iter().take_while(|is_there| **is_there).count();
-            missing.extend_from_slice(&absent[..found]);
-            if let Some(&end) = absent.get(found) {
-                keys.truncate(end);
-                break;
-            }
-        }
-        let mut available = AvailablePages { keys, missing, lacks_state: false };
-        if self.tier.states().is_some() {
-            self.end_with_state(&mut available)?;
-        }
-        Ok(available)
-    }
-
-    /// Shortens the pages found to the last one with a snapshot at its end.
-    fn end_with_state(&self, available: &mut AvailablePages) -> Result<()> {
-        let AvailablePages { keys, missing, lacks_state } = available;
-        let mut end = keys.len();
-        let mut usable = 0;
-        while end > 0 {
-            let begin = end.saturating_sub(STATES_SURVEYED);
-            let stored = self.find(PieceKind::State, &keys[begin..end])?;
-            let contents = self.tier.contents();
-            let is_here = |at: usize| contents.has_state(&keys[at]);
-            if let Some(last) = (begin..end).rev().find(|&at| is_here(at) || stored[at - begin]) {
-                (usable, *lacks_state) = (last + 1, !is_here(last));
-                break;
-            }
-            end = begin;
-        }
-        keys.truncate(usable);
-        missing.retain(|&at| at < usable);
-        Ok(())
-    }
 }
 
 impl Backing {
@@ -278,9 +36,7 @@ impl Backing {
     ) -> Result<Self> {
         // A store that is closed returns its error here.
         store.find(&[])?;
-        let names = |kind| PieceNames::new(tier, kind, store.max_bytes(), model, digest);
-        let (pages, states) = (names(PieceKind::Page), names(PieceKind::State));
-        let store_access = Arc::new(StoreAccess { tier: Arc::clone(tier), store, pages, states });
+        let store_access = Arc::new(StoreAccess::new(tier, store, model, digest));
         let puts = Arc::new(PutQueue::new(&store_access));
         Ok(Self { store_access, cache_ref: Arc::default(), puts, fetches: JobThread::new("kvpool-fetch") })
     }
@@ -323,11 +79,7 @@ impl Backing {
         // Without a thread, the next call of the cache completes it.
         let _ = self.puts.thread().submit(move || {
             let _ = copy.wait();
-            cache_ref.visit(|shared| {
-                if let Some(allocator) = shared.allocator.upgrade() {
-                    drop(shared.begin_call(&allocator, stream).current());
-                }
-            });
+            cache_ref.visit(|cache| cache.complete_copies(stream));
         });
     }
 }

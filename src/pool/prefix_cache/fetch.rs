@@ -11,7 +11,9 @@ use crate::cache::{Continuation, LowerTierContents as _, Namespace, OfferedPages
 use crate::pool::host_tier::{HeldPieces, IncomingPieces, PieceKind};
 use crate::pool::{HostTier, StoreTransfer};
 
-use super::backing::{AvailablePages, Backing, CacheRef, StoreAccess};
+use super::backing::Backing;
+use super::home::CacheRef;
+use super::store_access::{AvailablePages, StoreAccess};
 
 /// Bytes of a batch that is requested from a store, unless one page has more.
 const BATCH_BYTES: usize = 16 << 20;
@@ -336,7 +338,7 @@ impl FetchJob<'_> {
         let incoming = if kind == PieceKind::Page && self.request.has_events {
             // The events of evicted pieces come before those of any that arrive again.
             let mut incoming = None;
-            self.cache_ref.visit(|cache| incoming = cache.expect_below(expect));
+            self.cache_ref.visit(|cache| incoming = cache.expect_below(&expect));
             incoming
         } else {
             expect()

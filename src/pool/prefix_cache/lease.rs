@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{Epoch, Error, ErrorKind, Page, RequestRow, Result, StateSlot, try_extend};
-use crate::cache::{Hold, Namespace, Tree};
+use crate::base::{Epoch, Error, Page, RequestRow, Result, StateSlot, try_extend};
+use crate::cache::{Hold, Namespace};
 use crate::index::PageList;
 use crate::memory::Stream;
 use crate::pool::TokenToKvPoolAllocator;
@@ -13,17 +13,18 @@ use crate::pool::gdn_pool::Source;
 use crate::pool::slot_tensors::SlotTensors;
 use crate::tensor::TensorView;
 
+use super::cache_core::{CacheCall, CacheCore, CacheState};
 use super::lease_state::{Holder, LeaseState};
-use super::load::{LeaseLoad, Loadable};
+use super::loading::{LeaseLoad, Loadable};
 use super::lock::PrefixLock;
-use super::request::LeasingRequest;
-use super::shared::{CacheCall, CacheCore, CacheState};
+use super::request::{LeaseId, LeasingRequest};
+use super::stale::{cleared_error, in_whole_pages, released_error};
 
 /// A request's hold on a prefix: its pages are not evicted. Dropping it releases them.
 pub struct Lease {
     pub(super) shared: Arc<CacheCore>,
     namespace: Namespace,
-    /// The number of times that the allocator had been cleared.
+    /// The epoch of the allocator in which it was made.
     pub(super) epoch: Epoch,
     /// The stream on which it was made, for what a drop frees.
     stream: Stream,
@@ -45,6 +46,11 @@ impl Lease {
         let state = Some(LeaseState { hold, holder: Holder::User, loadable, load });
         let (shared, allocator) = (Arc::clone(shared), Arc::clone(allocator));
         Self { shared, namespace, epoch, stream, state: RankedMutex::new(LockRank::Lease, state), allocator }
+    }
+
+    /// Returns its identity.
+    pub(in crate::pool) fn id(&self) -> LeaseId {
+        LeaseId::of(self)
     }
 
     pub(super) const fn stream(&self) -> Stream {
@@ -106,7 +112,7 @@ impl Lease {
     ) -> Result<R> {
         self.with_request(stream, |call, cache, lease| match lease.holder {
             Holder::User | Holder::Both(_) => work(call, cache, lease),
-            Holder::Request(_) => Err(stale_lease_error("it was released")),
+            Holder::Request(_) => Err(released_error()),
         })
     }
 
@@ -120,7 +126,7 @@ impl Lease {
         // Dropped without locks.
         let ended;
         let mut guard = self.state.lock();
-        let Some(lease) = guard.as_mut() else { return Err(stale_lease_error("it was released")) };
+        let Some(lease) = guard.as_mut() else { return Err(released_error()) };
         let mut cache = call.current();
         if cache.epoch != self.epoch {
             return Err(cleared_error());
@@ -338,18 +344,4 @@ impl fmt::Debug for Lease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Lease").field("len", &self.len().ok()).finish_non_exhaustive()
     }
-}
-
-/// Returns the part of `len` tokens that fills pages.
-pub(super) const fn in_whole_pages(len: usize, tree: &Tree) -> usize {
-    len / tree.page_size() * tree.page_size()
-}
-
-pub(super) fn cleared_error() -> Error {
-    stale_lease_error("the allocator was cleared, and its slots are gone")
-}
-
-#[cold]
-fn stale_lease_error(why: &str) -> Error {
-    Error::new(ErrorKind::StaleBuffer, format!("the lease cannot be used: {why}"))
 }

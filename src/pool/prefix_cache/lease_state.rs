@@ -6,9 +6,9 @@ use crate::base::{Error, Page, Result, StateSlot};
 use crate::cache::{Hold, Tree};
 use crate::memory::Stream;
 
-use super::load::{LeaseLoad, Loadable};
+use super::cache_core::{CacheCall, CacheState};
+use super::loading::{LeaseLoad, Loadable};
 use super::request::{LeaseKeeper, LeasingRequest};
-use super::shared::{CacheCall, CacheState};
 
 /// The contents of a lease, and its holder.
 pub(super) struct LeaseState {
@@ -92,7 +92,8 @@ impl LeaseState {
         let Some(load) = load.as_mut().filter(|load| !load.has_arrived) else { return Ok(None) };
         let may_give_up = !has_request && load.shared.has_failed()?;
         if load.shared.is_complete_on(stream)? {
-            if let Some(fallback) = load.settle(cache, hold)? {
+            cache.arrive(&load.shared, hold);
+            if let Some(fallback) = load.settle(&mut cache.tree, hold)? {
                 let evicted = cache.tree.release(fallback);
                 call.give_back(cache, evicted);
             }

@@ -4,83 +4,18 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{Epoch, Error, ErrorKind, Page, Result, StateSlot, try_to_vec};
-use crate::cache::{DevicePresence, Hold, LowerTierContents, PageHash};
+use crate::base::{Error, ErrorKind, Page, Result, try_to_vec};
+use crate::cache::{LowerTierContents, PageHash};
 use crate::memory::Stream;
 use crate::pool::HostTier;
 use crate::pool::host_tier::HeldPieces;
-use crate::transfer::Transfer;
 
-use super::lease::cleared_error;
+use super::lease::Lease;
 use super::lease_state::LeaseState;
+use super::loading::{Copies, LeaseLoad, Loadable, LoadedPages, SharedLoad};
 use super::lock::PrefixLock;
+use super::stale::cleared_error;
 use super::taken_slot::TakenSlot;
-use super::tier_link::ReleasedPieces;
-use super::{CacheCore, CacheState, Lease};
-use crate::pool::slot_tensors::CopiedPages;
-
-/// The tokens that a tier could add to a prefix.
-#[derive(Debug, Default)]
-pub(super) struct Loadable {
-    /// Tokens behind the prefix, in whole pages.
-    pub(super) tokens: Vec<i32>,
-    /// The keys of their pages.
-    pub(super) keys: Vec<PageHash>,
-    /// Keeps the pages in the tier, if ranks have agreed on them.
-    pub(super) kept: Option<HeldPieces>,
-}
-
-/// A load that leases share: it copies a part of a prefix from the tier below to pages of the cache. The tree
-/// gets these pages when they are complete.
-///
-/// Drop it without locks.
-pub(super) struct SharedLoad {
-    shared: Arc<CacheCore>,
-    /// The number of times that the allocator had been cleared.
-    epoch: Epoch,
-    /// The stream on which its pages are freed if it is given up.
-    stream: Stream,
-    /// The keys of the pages, which begin where the holds of the leases end.
-    keys: Vec<PageHash>,
-    tokens: Vec<i32>,
-    pages: Vec<Page>,
-    state: Option<StateSlot>,
-    copies: Copies,
-    arrived: RankedMutex<Option<ArrivedLoad>>,
-}
-
-/// The outcome of copies.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Outcome {
-    #[default]
-    InFlight,
-    Arrived,
-    GivenUp,
-}
-
-/// The result of a complete load.
-#[derive(Debug)]
-struct ArrivedLoad {
-    /// Keeps it in the tree.
-    hold: Hold,
-    /// Pages that the tree did not take: it has others of the same contents. Requests may use them.
-    spare: Vec<Page>,
-    /// The snapshot, if the tree did not take it.
-    state: Option<StateSlot>,
-}
-
-/// The share of a load that belongs to a lease.
-#[derive(Debug)]
-pub(super) struct LeaseLoad {
-    pub(super) shared: Arc<SharedLoad>,
-    /// The number of tokens after the hold of the lease that belong to the lease.
-    pub(super) len: usize,
-    /// The hold to which the lease returns if the load ends early, unless that is its present one.
-    pub(super) fallback: Option<Hold>,
-    /// Whether the hold of the lease has moved to its end.
-    pub(super) has_arrived: bool,
-}
 
 /// A load of the pages of a prefix from the tier below, layer by layer.
 ///
@@ -94,30 +29,9 @@ pub struct Load {
     is_given_up: AtomicBool,
 }
 
-/// The copies of a load, and their outcome.
-#[derive(Clone)]
-struct Copies {
-    transfer: Arc<Transfer>,
-    outcome: Arc<RankedMutex<Outcome>>,
-    /// Whether a caller has waited for the last layer, or has been told that the load is complete. Until then
-    /// the load counts as in flight, so that the results of other calls do not depend on when it ends.
-    is_known_complete: Arc<AtomicBool>,
-}
-
-impl Copies {
-    /// See [`Transfer::make_stream_wait`].
-    fn make_stream_wait(&self, layer: usize, stream: Stream) -> Result<()> {
-        self.transfer.make_stream_wait(layer, stream)?;
-        if layer + 1 == self.transfer.steps() {
-            self.is_known_complete.store(true, Ordering::Release);
-        }
-        Ok(())
-    }
-}
-
 impl Load {
     fn new(lease: Weak<Lease>, shared: Option<&SharedLoad>, len: usize) -> Self {
-        let copies = shared.map(|load| load.copies.clone());
+        let copies = shared.map(SharedLoad::copies);
         Self { lease, copies, len, is_given_up: AtomicBool::new(false) }
     }
 
@@ -148,16 +62,15 @@ impl Load {
     /// [`ErrorKind::State`] if it was cancelled or failed, or its lease has ended before: then the request
     /// computes; [`ErrorKind::Driver`] when the device has failed.
     pub fn query(&self, stream: Stream) -> Result<bool> {
-        let Some(Copies { transfer, outcome, is_known_complete }) = &self.copies else { return Ok(true) };
-        if !transfer.is_over()? {
+        let Some(copies) = &self.copies else { return Ok(true) };
+        if !copies.is_over()? {
             return Ok(false);
         }
-        is_known_complete.store(true, Ordering::Release);
         if let Some(lease) = self.lease.upgrade() {
             lease.complete_load(stream);
         }
         let is_given_up = self.is_given_up.load(Ordering::Acquire);
-        if *outcome.lock() == Outcome::Arrived && !is_given_up {
+        if copies.have_arrived() && !is_given_up {
             return Ok(true);
         }
         Err(Error::new(ErrorKind::State, format!("the load of {} tokens has ended early", self.len)))
@@ -327,22 +240,10 @@ impl Lease {
         drop(call);
         // Later copies to their places run behind this one.
         drop(pieces);
-        self.shared.change_loading(self.epoch, |loading| loading + pages.len());
-        let load = Arc::new(SharedLoad {
-            shared: Arc::clone(&self.shared),
-            epoch: self.epoch,
-            stream,
-            keys,
-            tokens,
-            pages,
-            state: state.map(TakenSlot::keep),
-            copies: Copies {
-                transfer,
-                outcome: Arc::new(RankedMutex::new(LockRank::LoadOutcome, Outcome::default())),
-                is_known_complete: Arc::default(),
-            },
-            arrived: RankedMutex::new(LockRank::LoadArrival, None),
-        });
+        self.shared.add_loading(self.epoch, pages.len());
+        let loaded = LoadedPages { keys, tokens, pages, state: state.map(TakenSlot::keep) };
+        let home = Arc::clone(&self.shared) as _;
+        let load = Arc::new(SharedLoad::new(home, self.epoch, stream, loaded, transfer));
         Ok((load, lock))
     }
 
@@ -363,7 +264,7 @@ impl Lease {
                     lease.hold.len()
                 )));
             }
-            let (hold, len) = (lock.hold.take().expect("it is a lock still"), load.tokens.len());
+            let (hold, len) = (lock.hold.take().expect("it is a lock still"), load.len());
             let added = hold.len() + len - lease.hold.len();
             let fallback = Some(std::mem::replace(&mut lease.hold, hold));
             lease.load = Some(LeaseLoad { shared: Arc::clone(load), len, fallback, has_arrived: false });
@@ -467,141 +368,4 @@ fn check_idle(lease: &LeaseState) -> Result<()> {
         let text = format!("the lease is that of request row {} already; load before", request.row());
         Err(Error::config(text))
     })
-}
-
-impl SharedLoad {
-    /// Returns whether the load is known to be complete, in the order of `stream`.
-    ///
-    /// # Errors
-    /// See [`Transfer::is_over`].
-    pub(super) fn is_complete_on(&self, stream: Stream) -> Result<bool> {
-        let is_known = self.copies.is_known_complete.load(Ordering::Acquire);
-        Ok(is_known && self.copies.transfer.is_complete_on(stream)?)
-    }
-
-    /// Returns whether the load has ended before it was complete.
-    ///
-    /// # Errors
-    /// See [`Transfer::is_over`].
-    pub(super) fn has_failed(&self) -> Result<bool> {
-        // Asked first, so that a load that ends between the two questions does not count as failed.
-        let is_over = self.copies.transfer.is_over()?;
-        Ok(is_over && !self.copies.transfer.is_complete()?)
-    }
-
-    /// Makes `stream` wait for the state, which comes before the first layer.
-    ///
-    /// # Errors
-    /// See [`Transfer::make_stream_wait`].
-    pub(super) fn wait_state(&self, stream: Stream) -> Result<()> {
-        self.copies.make_stream_wait(0, stream)
-    }
-
-    /// Returns whether this load has the pages of `keys`, which begin where it does, and the tree does not
-    /// have them yet. With `must_end`, the load also has to end with them.
-    pub(super) fn covers(&self, keys: &[PageHash], must_end: bool) -> bool {
-        // A state alone has no keys from which its prefix would follow.
-        let is_one = !keys.is_empty() && (!must_end || self.keys.len() == keys.len());
-        is_one && self.keys.starts_with(keys) && self.can_arrive()
-    }
-
-    /// Returns the pages of its first `len` tokens.
-    pub(super) fn pages(&self, len: usize) -> &[Page] {
-        let page_size = self.tokens.len() / self.pages.len().max(1);
-        &self.pages[..len.checked_div(page_size).unwrap_or(0)]
-    }
-
-    /// Returns whether the load is in flight or complete, and its pages are not in the tree yet.
-    fn can_arrive(&self) -> bool {
-        self.arrived.lock().is_none() && !self.has_failed().unwrap_or(true)
-    }
-
-    /// The pages, until the tree has them.
-    pub(super) fn pages_in_flight(&self) -> Vec<Page> {
-        if self.arrived.lock().is_some() { Vec::new() } else { self.pages.clone() }
-    }
-
-    /// Returns the snapshot behind its first `len` tokens.
-    pub(super) fn state(&self, len: usize) -> Option<StateSlot> {
-        self.state.filter(|_| len == self.tokens.len())
-    }
-
-    /// Publishes the pages that have arrived in the tree, after `hold`, unless that was done before.
-    fn arrive(&self, cache: &mut CacheState, hold: &Hold) {
-        let mut arrived = self.arrived.lock();
-        if arrived.is_some() {
-            return;
-        }
-        let tree = &mut cache.tree;
-        let found = tree.find(hold, &self.tokens.as_slice()).expect("they are in memory");
-        let (cached, mut own) = (found.len() / tree.page_size(), tree.hold_again(hold));
-        tree.publish(&mut own, found, self.tokens[found.len()..].to_vec(), &self.pages[cached..]);
-        let mut state = self.state;
-        if let Some(slot) = state.filter(|_| tree.snapshot(&own).is_none()) {
-            tree.set_snapshot(&mut own, slot);
-            state = None;
-        }
-        if let Some(below) = &cache.below {
-            below.tier.set_device_presence(self.keys.iter().rev(), DevicePresence::Present);
-        }
-        cache.loading_pages -= self.pages.len() - cached;
-        *self.copies.outcome.lock() = Outcome::Arrived;
-        *arrived = Some(ArrivedLoad { hold: own, spare: self.pages[..cached].to_vec(), state });
-    }
-}
-
-impl LeaseLoad {
-    /// Returns the hold to which the lease would have returned.
-    pub(super) fn into_fallback(self) -> Option<Hold> {
-        self.fallback
-    }
-
-    /// Creates another lease's share of the first `len` tokens.
-    pub(super) fn share(&self, len: usize) -> Self {
-        Self { shared: Arc::clone(&self.shared), len, fallback: None, has_arrived: self.has_arrived }
-    }
-
-    /// Moves `hold` to the end of the pages that have arrived. Returns the fallback, which is no longer
-    /// needed.
-    pub(super) fn settle(&mut self, cache: &mut CacheState, hold: &mut Hold) -> Result<Option<Hold>> {
-        self.shared.arrive(cache, hold);
-        let found = cache.tree.find(hold, &&self.shared.tokens[..self.len])?;
-        cache.tree.publish(hold, found, Vec::new(), &[]);
-        self.has_arrived = true;
-        Ok(self.fallback.take())
-    }
-}
-
-impl Drop for SharedLoad {
-    fn drop(&mut self) {
-        self.copies.transfer.cancel();
-        let arrived = self.arrived.get_mut().take();
-        let Some(allocator) = self.shared.allocator.upgrade() else {
-            // There are no pages to give back, but the copies still write to the memory of the pools.
-            let _ = self.copies.transfer.wait();
-            let state = arrived.map_or(self.state, |arrived| arrived.state);
-            return self.shared.free_states(state.as_slice());
-        };
-        let call = self.shared.begin_call(&allocator, self.stream);
-        let (hold, pages, state) = if let Some(ArrivedLoad { hold, spare, state }) = arrived {
-            (Some(hold), spare, state)
-        } else {
-            *self.copies.outcome.lock() = Outcome::GivenUp;
-            (None, std::mem::take(&mut self.pages), self.state)
-        };
-        self.shared.change_loading(self.epoch, |loading| loading - pages.len());
-        let copy = &self.copies.transfer;
-        let page_copies = vec![CopiedPages { copy: Arc::clone(copy), pages: pages.clone() }];
-        let states = state.map(|state| (state, Some(Arc::clone(copy)))).into_iter().collect();
-        call.release_pieces(self.epoch, ReleasedPieces { pages, page_copies, states });
-        if let Some(hold) = hold {
-            call.release(hold, self.epoch);
-        }
-    }
-}
-
-impl fmt::Debug for SharedLoad {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SharedLoad").field("pages", &self.pages.len()).finish_non_exhaustive()
-    }
 }

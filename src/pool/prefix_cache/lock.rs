@@ -7,8 +7,8 @@ use crate::base::Epoch;
 use crate::cache::Hold;
 use crate::memory::Stream;
 
-use super::CacheCore;
-use super::load::LeaseLoad;
+use super::cache_core::CacheCore;
+use super::loading::LeaseLoad;
 
 /// A lock of a prefix: its pages are not evicted. Drop it without other locks.
 ///

@@ -9,12 +9,13 @@ use crate::memory::Stream;
 use crate::pool::gdn_pool::Source;
 use crate::pool::slot_tensors::SlotTensors;
 
-use super::lease::{Lease, cleared_error, in_whole_pages};
+use super::cache_core::{CacheCall, CacheState};
+use super::lease::Lease;
 use super::lease_state::LeaseState;
-use super::load::Loadable;
+use super::loading::Loadable;
 use super::pages::{PartialPage, pages_of};
 use super::request::{FinishedRequests, LeaseKeeper, LeasedRequest};
-use super::shared::{CacheCall, CacheState};
+use super::stale::{cleared_error, in_whole_pages};
 use super::taken_slot::TakenSlot;
 
 /// The tokens that a request has computed since the end of its lease.
@@ -220,7 +221,8 @@ impl Lease {
         planner: &'a dyn LeaseKeeper,
         lease: &LeaseState,
     ) -> Result<Box<dyn LeasedRequest + 'a>> {
-        let request = lease.holder.request().and_then(|request| planner.leased_request(request.row(), self));
+        let request =
+            lease.holder.request().and_then(|request| planner.leased_request(request.row(), self.id()));
         request.ok_or_else(|| Error::config("the lease is of a request that its planner does not have"))
     }
 

@@ -12,7 +12,7 @@ use crate::pool::StoreTransfer;
 use crate::pool::host_tier::{OutgoingPieces, PieceKind, StoringCount};
 use crate::transfer::JobThread;
 
-use super::backing::StoreAccess;
+use super::store_access::StoreAccess;
 
 /// The maximum time from the moment when a store has released the memory of pieces until it says which of them
 /// it has stored.

@@ -7,8 +7,6 @@ use crate::index::BadFrees;
 
 use crate::memory::Stream;
 
-use super::Lease;
-
 /// The outcome of [`BatchPlanner::finish`](crate::pool::BatchPlanner::finish).
 #[derive(Debug)]
 pub struct FinishedRequests {
@@ -20,10 +18,20 @@ pub struct FinishedRequests {
     pub not_zeroed: Option<Error>,
 }
 
+/// The identity of a lease, which no other lease has as long as it exists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::pool) struct LeaseId(usize);
+
+impl LeaseId {
+    pub(super) fn of<L>(lease: &L) -> Self {
+        Self(std::ptr::from_ref(lease).addr())
+    }
+}
+
 /// A planner: it keeps the leases of its requests until they are finished.
 pub(in crate::pool) trait LeaseKeeper: Send + Sync {
     /// Returns the request in `row`, locked, if `lease` is its lease. The caller holds the lock on the slots.
-    fn leased_request(&self, row: RequestRow, lease: &Lease) -> Option<Box<dyn LeasedRequest + '_>>;
+    fn leased_request(&self, row: RequestRow, lease: LeaseId) -> Option<Box<dyn LeasedRequest + '_>>;
 
     /// Finishes the request in `row`: see [`BatchPlanner::finish`](crate::pool::BatchPlanner::finish).
     ///

@@ -9,7 +9,7 @@ use crate::memory::Stream;
 use crate::pool::GdnPool;
 use crate::transfer::Transfer;
 
-use super::shared::CacheState;
+use super::cache_core::CacheState;
 
 /// A track slot that a snapshot is copied to. Dropping it before [`TakenSlot::keep`] gives it back.
 pub(super) struct TakenSlot<'a> {

@@ -18,8 +18,8 @@ use crate::pool::slot_tensors::CopiedPages;
 use crate::transfer::Transfer;
 
 use super::backing::Backing;
-use super::load::{Loadable, SharedLoad};
-use super::{LowerStore, LowerTier};
+use super::config::{LowerStore, LowerTier};
+use super::loading::{Loadable, SharedLoad};
 
 /// The tier below a cache, and the copies between the two.
 #[derive(Debug)]
@@ -280,14 +280,4 @@ fn remove_if<K: Hash + Eq>(copies: &mut KeyMap<K, Arc<Transfer>>, key: &K, trans
     if copies.get(key).is_some_and(|copy| Arc::ptr_eq(copy, transfer)) {
         copies.remove(key);
     }
-}
-
-/// Pages and snapshots to be given back.
-#[derive(Debug, Default)]
-pub(super) struct ReleasedPieces {
-    pub(super) pages: Vec<Page>,
-    /// The copies that may still use some of the pages.
-    pub(super) page_copies: Vec<CopiedPages>,
-    /// The snapshots, each with the copy that may still use its slot.
-    pub(super) states: Vec<(StateSlot, Option<Arc<Transfer>>)>,
 }

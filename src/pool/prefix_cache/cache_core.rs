@@ -6,7 +6,8 @@ use std::time::Instant;
 use crate::base::lock_order::{RankedGuard, RankedMutex};
 use crate::base::{Epoch, Page, Result, StateSlot};
 use crate::cache::{
-    AGE_BUCKETS, Cause, DevicePresence, Evicted, Hold, OfferedPages, Pressure, Tree, TreeStats,
+    AGE_BUCKETS, BlockTokens, Cause, DevicePresence, Evicted, Hold, OfferedPages, Pressure, ResumeAt, Tree,
+    TreeStats,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
@@ -14,11 +15,12 @@ use crate::pool::host_tier::IncomingPieces;
 use crate::pool::token_to_kv_pool_allocator::AllocatorCall;
 use crate::pool::{GdnPool, Obtainable, Reclaim, TokenToKvPoolAllocator};
 
-use super::backing::CacheRef;
-use super::load::SharedLoad;
+use super::config::{PrefixCacheConfig, PrefixCounts};
+use super::home::{CacheHome, CacheRef};
+use super::loading::SharedLoad;
 use super::pins::Pins;
-use super::tier_link::{ReleasedPieces, TierLink};
-use super::{PrefixCacheConfig, PrefixCounts, new_tree, resume_at};
+use super::released::{EndedLoad, ReleasedPieces};
+use super::tier_link::TierLink;
 
 /// The state that a cache and its leases share.
 pub(super) struct CacheCore {
@@ -38,7 +40,7 @@ pub(super) struct CacheState {
     pub(super) counts: PrefixCounts,
     pub(super) pins: Pins,
     pub(super) ages: [u64; AGE_BUCKETS],
-    /// The number of times that the allocator had been cleared.
+    /// The epoch of the allocator in which the cache has its pages.
     pub(super) epoch: Epoch,
     pub(super) below: Option<TierLink>,
     /// Pages that the tree does not have: they are being loaded from the tier below, or are duplicates of
@@ -71,6 +73,12 @@ impl CacheState {
         self.below.as_ref().map_or(Vec::new(), TierLink::shared_loads)
     }
 
+    /// Publishes the pages of a load that have arrived in the tree, after `hold`, unless that was done before.
+    pub(super) fn arrive(&mut self, load: &SharedLoad, hold: &Hold) {
+        let tier = self.below.as_ref().map(|below| &*below.tier);
+        self.loading_pages -= load.arrive(&mut self.tree, tier, hold);
+    }
+
     pub(super) fn stats(&self) -> TreeStats {
         let tree = self.tree.stats();
         let loading = self.loading_pages * self.tree.page_size();
@@ -93,35 +101,16 @@ impl CacheCore {
         CacheCall { shared: self, slots: allocator.begin_call(stream) }
     }
 
-    /// Changes the number of pages that are being loaded, unless `epoch` of the allocator is over.
-    pub(super) fn change_loading(&self, epoch: Epoch, change: impl FnOnce(usize) -> usize) {
+    /// Counts pages that are being loaded, unless `epoch` of the allocator is over.
+    pub(super) fn add_loading(&self, epoch: Epoch, pages: usize) {
         let mut cache = self.state.lock();
         if cache.epoch == epoch {
-            cache.loading_pages = change(cache.loading_pages);
-        }
-    }
-
-    /// Makes places in the tier below for pages from a store, and records what the tier evicted for them.
-    pub(super) fn expect_below(
-        &self,
-        expect: impl FnOnce() -> Option<IncomingPieces>,
-    ) -> Option<IncomingPieces> {
-        let mut cache = self.state.lock();
-        let mut incoming = expect()?;
-        cache.tree.record_dropped_below(&std::mem::take(&mut incoming.evicted));
-        Some(incoming)
-    }
-
-    /// Records pages that arrived in the tier below from a store.
-    pub(super) fn record_arrived_below(&self, arrived: &[OfferedPages]) {
-        let mut cache = self.state.lock();
-        if let CacheState { below: Some(below), tree, .. } = &mut *cache {
-            below.record_arrived(tree, arrived);
+            cache.loading_pages += pages;
         }
     }
 
     /// Returns snapshots to their pool.
-    pub(super) fn free_states(&self, slots: &[StateSlot]) {
+    fn free_states(&self, slots: &[StateSlot]) {
         if let Some(states) = &self.states {
             for &slot in slots {
                 states.free_cached(slot, None, &self.owner);
@@ -225,7 +214,7 @@ impl CacheCall<'_> {
     /// Returns pages and snapshots to their pools. Those that copies still use are free as well: the pools
     /// order their next owners behind the copies. So the slots that a call gets do not depend on when copies
     /// end. Returns the number of pages that became free.
-    pub(super) fn release_pieces(&self, epoch: Epoch, released: ReleasedPieces) -> usize {
+    fn release_pieces(&self, epoch: Epoch, released: ReleasedPieces) -> usize {
         let ReleasedPieces { pages, page_copies, states } = released;
         let mut freed = 0;
         if !pages.is_empty() {
@@ -244,6 +233,48 @@ impl CacheCall<'_> {
             }
         }
         freed
+    }
+}
+
+impl CacheHome for CacheCore {
+    fn end_load(&self, ended: EndedLoad) {
+        let EndedLoad { epoch, stream, .. } = ended;
+        let Some(allocator) = self.allocator.upgrade() else {
+            // There are no pages to give back, but the copies still write to the memory of the pools.
+            let _ = ended.copy.wait();
+            return self.free_states(ended.state.as_slice());
+        };
+        let call = self.begin_call(&allocator, stream);
+        let mut cache = self.state.lock();
+        if cache.epoch == epoch {
+            cache.loading_pages -= ended.pages.len();
+        }
+        drop(cache);
+        let (hold, pieces) = ended.into_pieces();
+        call.release_pieces(epoch, pieces);
+        if let Some(hold) = hold {
+            call.release(hold, epoch);
+        }
+    }
+
+    fn expect_below(&self, expect: &dyn Fn() -> Option<IncomingPieces>) -> Option<IncomingPieces> {
+        let mut cache = self.state.lock();
+        let mut incoming = expect()?;
+        cache.tree.record_dropped_below(&std::mem::take(&mut incoming.evicted));
+        Some(incoming)
+    }
+
+    fn record_arrived_below(&self, arrived: &[OfferedPages]) {
+        let mut cache = self.state.lock();
+        if let CacheState { below: Some(below), tree, .. } = &mut *cache {
+            below.record_arrived(tree, arrived);
+        }
+    }
+
+    fn complete_copies(&self, stream: Stream) {
+        if let Some(allocator) = self.allocator.upgrade() {
+            drop(self.begin_call(&allocator, stream).current());
+        }
     }
 }
 
@@ -284,4 +315,32 @@ impl Drop for CacheCore {
         let evicted = cache.tree.take_all();
         call.give_back(&cache, evicted);
     }
+}
+
+/// Requests of a model with states can only continue at a snapshot.
+pub(super) const fn resume_at(states: Option<&Arc<GdnPool>>) -> ResumeAt {
+    if states.is_some() { ResumeAt::Snapshot } else { ResumeAt::AnyPage }
+}
+
+/// Returns an empty tree for a cache.
+pub(super) fn new_tree(
+    config: &PrefixCacheConfig,
+    allocator: &TokenToKvPoolAllocator,
+    resume_at: ResumeAt,
+    below: Option<&TierLink>,
+) -> Tree {
+    let page_size = crate::base::bounded::narrow(allocator.page_size());
+    let capacity = allocator.stats().capacity as u64;
+    let policy = config.policy.policy(capacity, BlockTokens::of_page_size(page_size));
+    let mut tree = Tree::new(allocator.page_size(), resume_at, policy);
+    if let Some(digest) = config.events {
+        tree.keep_journal(digest);
+    }
+    if let Some(below) = below {
+        tree.offer(below.tier.config().write, below.digest);
+        if below.backing.is_some() {
+            tree.keep_uses();
+        }
+    }
+    tree
 }

@@ -1,0 +1,24 @@
+//! Why a lease cannot be used any more, and how much of one is left.
+
+use crate::base::{Error, ErrorKind};
+use crate::cache::Tree;
+
+/// Returns the part of `len` tokens that fills pages.
+pub(super) const fn in_whole_pages(len: usize, tree: &Tree) -> usize {
+    len / tree.page_size() * tree.page_size()
+}
+
+/// Returns the error of a lease whose allocator was cleared.
+pub(super) fn cleared_error() -> Error {
+    stale_lease_error("the allocator was cleared, and its slots are gone")
+}
+
+/// Returns the error of a lease that was released.
+pub(super) fn released_error() -> Error {
+    stale_lease_error("it was released")
+}
+
+#[cold]
+fn stale_lease_error(why: &str) -> Error {
+    Error::new(ErrorKind::StaleBuffer, format!("the lease cannot be used: {why}"))
+}
