@@ -1,5 +1,6 @@
 //! A radix tree that maps tokens to pages. Its edges are runs of whole pages.
 
+mod cause;
 mod counts;
 mod edges;
 mod evict;
@@ -38,8 +39,9 @@ use short_vec::ShortVec;
 use snapshots::Snapshots;
 use uses::Uses;
 
+pub use cause::{Cause, Pressure};
 pub use evict::{AGE_BUCKETS, Evicted};
-pub use explain::{Cause, EvictionRecord, Pressure, Segment, SegmentState};
+pub use explain::{EvictionRecord, Segment, SegmentState};
 pub use hold::Hold;
 pub use nodes::{Insertion, NodeInfo};
 pub use offers::{Continuation, LowerTierContents, OfferedPages, OfferedPieces, OfferedState, WritePolicy};

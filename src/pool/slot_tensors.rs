@@ -3,6 +3,7 @@
 mod batch;
 mod frees;
 mod grants;
+mod source;
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -29,9 +30,10 @@ use super::shortage::{Shortage, Shortfall, TakeResult};
 use super::stage::Stage;
 pub(super) use batch::{BatchLens, LastLocs};
 use frees::fetched_at_once;
-pub(super) use frees::{Freed, PagesOf, Source};
+pub(super) use frees::{Freed, PagesOf};
 use grants::{Grants, Listing};
-pub use grants::{TensorOrigin, Writes};
+pub(super) use source::Source;
+pub use source::{TensorOrigin, Writes};
 
 /// The state that a [`TokenToKvPoolAllocator`](super::TokenToKvPoolAllocator) guards: slots, their tensors,
 /// and pending frees.

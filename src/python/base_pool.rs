@@ -1,8 +1,6 @@
 //! `kvpool.Pool`, the base class of every pool.
 
-use std::collections::HashMap;
-use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock};
 
 use pyo3::PyClass;
 use pyo3::prelude::*;
@@ -16,6 +14,7 @@ pub(super) use crate::pool::Pool as Contract;
 use super::debug::{self, Debug, OccupancyTuple};
 use super::framework::current_stream;
 use super::pickling::refuse;
+use super::pool_name::PoolName;
 use super::{args, lock, logging};
 
 /// Every pool that is alive, and possibly some that are not.
@@ -42,34 +41,6 @@ pub(super) trait PoolClass:
     /// Runs before the units are listed.
     fn before_occupancy(&self, _py: Python<'_>) -> PyResult<()> {
         Ok(())
-    }
-}
-
-/// The name of a pool, shared by those who report about it: it can be changed at any time.
-#[derive(Clone, Debug)]
-pub(super) struct PoolName(Arc<Mutex<String>>);
-
-impl PoolName {
-    /// Names the next object of a class: `class` and a number.
-    pub(super) fn next(class: &'static str) -> Self {
-        static MADE: Mutex<Option<HashMap<&'static str, usize>>> = Mutex::new(None);
-        let mut made = lock(&MADE);
-        let number = made.get_or_insert_default().entry(class).or_default();
-        let name = format!("{class}-{number}");
-        *number += 1;
-        Self::from(name)
-    }
-}
-
-impl From<String> for PoolName {
-    fn from(name: String) -> Self {
-        Self(Arc::new(Mutex::new(name)))
-    }
-}
-
-impl fmt::Display for PoolName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&lock(&self.0))
     }
 }
 
@@ -249,7 +220,7 @@ impl BasePool {
 
     #[setter]
     fn set_name(&self, name: String) {
-        *lock(&self.name.0) = name;
+        self.name.set(name);
     }
 
     /// The unit that the pool hands out, such as "slot".

@@ -17,11 +17,12 @@ use crate::memory::{
 use crate::pool::{Attempt, ChunkConfig, ChunkPool as Pool};
 
 use super::args;
-use super::base_pool::{BasePool, PoolClass, PoolName, PoolVisitor};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::environment;
 use super::framework::{backend, current_stream, to_dtype};
 use super::logging::{self, Reporter};
+use super::pool_name::PoolName;
 use super::tensor_cache::TensorCache;
 use super::{SLICE, lock, wait_in_slices};
 

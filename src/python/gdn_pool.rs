@@ -11,12 +11,13 @@ use crate::memory::Stream;
 use crate::pool::{GdnConfig, GdnPool as Pool, make_room};
 
 use super::args::{self, Arg};
-use super::base_pool::{BasePool, PoolClass, PoolName, PoolVisitor};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::copying;
 use super::debug::Debug;
 use super::export::{BufferLists, buffer_lists, to_tensor, to_tensors};
 use super::framework::{backend, current_stream, to_dtype};
 use super::logging::Reporter;
+use super::pool_name::PoolName;
 
 /// States of Gated DeltaNet layers, one for each request, indexed like the rows of `ReqToTokenPool`.
 ///

@@ -9,8 +9,8 @@ use pyo3::prelude::*;
 use crate::base::sync::lock;
 use crate::index::BadFrees;
 
-use super::base_pool::PoolName;
 use super::debug::Debug;
+use super::pool_name::PoolName;
 
 /// `logging.WARNING`
 const WARNING: u32 = 30;

@@ -40,6 +40,7 @@ mod numbers;
 mod page_keys;
 mod page_pool;
 mod pickling;
+mod pool_name;
 mod prefix_cache;
 mod prefix_report;
 mod prefix_tree;

@@ -6,11 +6,12 @@ use crate::base::{DType, Device, Id};
 use crate::pool::{PageConfig, PagePool as Pool};
 
 use super::args::{self, Arg};
-use super::base_pool::{BasePool, PoolClass, PoolName, PoolVisitor};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, to_dtype};
 use super::logging::Reporter;
+use super::pool_name::PoolName;
 
 /// Fixed-size pages of elements, numbered from 0, with a free list.
 ///

@@ -21,7 +21,7 @@ use crate::pool::{
 };
 
 use super::args::{self, Arg};
-use super::base_pool::{BasePool, PoolClass, PoolName, PoolVisitor};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::fetch::Fetch;
 use super::file_store::FileStore;
@@ -29,6 +29,7 @@ use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
 use super::host_tier::HostTier;
 use super::page_keys::{digest, namespace_of};
+use super::pool_name::PoolName;
 use super::prefix_report::{Segment, event_to_py};
 use super::store_queue::StoreQueue;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;

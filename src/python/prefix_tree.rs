@@ -15,10 +15,10 @@ use crate::pool::{EvictedNodes, Inserted, NodePrefix, PrefixTree as Tree, Prefix
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg};
-use super::base_pool::PoolName;
 use super::export::to_tensor;
 use super::framework::current_stream;
 use super::page_keys::namespace_of;
+use super::pool_name::PoolName;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
 

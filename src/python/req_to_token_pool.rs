@@ -15,11 +15,12 @@ use crate::pool::{ReqToTokenConfig, ReqToTokenPool as Pool, TableIndex, TableWri
 
 use super::args;
 use super::args::{Arg, IndexArg, version_of};
-use super::base_pool::{BasePool, PoolClass, PoolName, PoolVisitor};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::export::to_tensor;
 use super::framework::{backend, current_stream, torch};
 use super::logging::{Reporter, warn};
+use super::pool_name::PoolName;
 
 /// The table `req_to_token[request, position] -> slot`. It does not track sequence lengths.
 ///

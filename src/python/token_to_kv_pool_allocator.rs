@@ -18,13 +18,14 @@ use crate::pool::{AllocatorConfig, FreedAs, Grant, Notice, OnNotice, TokenToKvPo
 use crate::tensor::TensorView;
 
 use super::args::{self, Arg, IndexArg};
-use super::base_pool::{BasePool, PoolClass, PoolName, PoolVisitor};
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::export::{slots_to_tensor, to_tensor};
 use super::fences::{fence, traverse};
 use super::framework::{backend, current_stream, to_dtype};
 use super::kv_pool::KvPool;
 use super::logging::{Reporter, warn};
+use super::pool_name::PoolName;
 
 pub(super) use free_group::FreeGroup;
 

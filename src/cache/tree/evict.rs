@@ -4,8 +4,8 @@ use std::collections::{BTreeSet, VecDeque};
 
 use crate::base::{Page, StateSlot, check_memory, widen};
 
+use super::cause::{Cause, Pressure};
 use super::roots::retain_listed;
-use super::{Cause, Pressure};
 use super::{Kind, Namespace, NodeId, PageHash, Policy, RollingHash, ShortVec, Tick, Tree, is_below};
 
 /// The number of entries in the histogram of ages: one for each power of two of tokens.

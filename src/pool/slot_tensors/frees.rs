@@ -11,7 +11,8 @@ use crate::pool::fences::{Fence, Fences};
 use crate::pool::mirror::{known_runs, known_values};
 
 use super::SlotTensors;
-use super::grants::{HeldGrant, TensorOrigin, Unproven, Writes, needs_proof};
+use super::grants::{HeldGrant, Unproven};
+use super::source::Source;
 
 /// A free completed by a later call: the number of values, and the invalid ones.
 #[derive(Debug)]
@@ -39,41 +40,6 @@ pub(in crate::pool) enum Freed {
     Unread,
     /// It has to be known first whether the tensor was written to: ask its framework without locks.
     Unproven,
-}
-
-/// Where the host has read values, and whether their tensor was written to, if that is known.
-#[derive(Clone, Copy)]
-pub(in crate::pool) struct Source<'a> {
-    pub(in crate::pool) origin: TensorOrigin<'a>,
-    pub(in crate::pool) writes: Option<Writes>,
-}
-
-impl<'a> Source<'a> {
-    /// Returns the source of values that a call has read. Holds no lock: it asks whether the tensor was
-    /// written to, if that will probably be needed.
-    #[inline]
-    pub(in crate::pool) fn new(origin: TensorOrigin<'a>, given: &Indices<'_>) -> Self {
-        let is_needed = matches!(given, Indices::Host(values) if needs_proof(values));
-        Self { origin, writes: is_needed.then(|| (origin.writes)()) }
-    }
-
-    /// Finds out whether the tensor was written to. Holds no lock.
-    pub(in crate::pool) fn prove(&mut self) {
-        self.writes = Some((self.origin.writes)());
-    }
-}
-
-impl Source<'static> {
-    /// Returns the source of values of a tensor on a device, if its framework has counted no write to it.
-    pub(in crate::pool) fn of(given: &Indices<'_>) -> Option<Self> {
-        let Indices::Device { tensor, version: Some(0) } = given else { return None };
-        let address = tensor.address().as_ptr().addr();
-        let step = tensor.even_step();
-        Some(Self {
-            origin: TensorOrigin { address, step, writes: &|| Writes::None },
-            writes: Some(Writes::None),
-        })
-    }
 }
 
 /// Values that each name a page, and where the host has read them.

@@ -1,40 +1,9 @@
 //! The tensors in which slots were handed out, by address, so that a free of one is told from a stale one.
 
-use std::fmt;
-
-use crate::base::{Id, IndexVec, Life, LifeMark, LifeMarks, Result, Slot, try_reserve, widen};
+use crate::base::{Id, IndexVec, Life, LifeMark, LifeMarks, Result, Slot, try_reserve};
 use crate::index::{Held, Moment};
 
-use super::Source;
-
-/// The tensor from which the values of a call were read.
-#[derive(Clone, Copy)]
-pub struct TensorOrigin<'a> {
-    /// The address of the first value.
-    pub address: usize,
-    /// The number of elements from one value to the next, if they are evenly spaced.
-    pub step: Option<usize>,
-    /// Returns whether the tensor was written to since it was made. Called without locks, and only if it
-    /// matters.
-    pub writes: &'a dyn Fn() -> Writes,
-}
-
-impl fmt::Debug for TensorOrigin<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TensorOrigin").field("address", &self.address).finish_non_exhaustive()
-    }
-}
-
-/// Whether a tensor was written to since it was made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Writes {
-    /// Its framework has counted none.
-    None,
-    /// Its framework has counted some.
-    Some,
-    /// Nobody counts them.
-    Uncounted,
-}
+use super::source::{Source, TensorOrigin, Writes, needs_proof};
 
 /// Slots as they were handed out, in one tensor.
 #[derive(Clone, Copy, Debug)]
@@ -221,16 +190,6 @@ impl Grants {
     pub(super) fn end(&mut self, held: HeldGrant) {
         self.by_address[held.at].is_over = true;
     }
-}
-
-/// Returns whether a free of values, if they are a whole tensor, has to know whether that was written to: to
-/// ask the framework costs less than to record the free of values that lie in many words.
-#[inline]
-pub(super) fn needs_proof(values: &IndexVec) -> bool {
-    /// The number of words.
-    const MANY: u32 = 48;
-    let lie_apart = |(first, last): (i64, i64)| last.abs_diff(first) / 64 >= MANY.into();
-    values.len() >= widen(MANY) && !values.ends_like_a_run() && values.ends().is_some_and(lie_apart)
 }
 
 /// A hold, and the tensor it is of.

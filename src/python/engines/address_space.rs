@@ -10,9 +10,9 @@ use crate::base::sync::lock;
 use crate::base::{Error, Result};
 use crate::index::{AddressSpace as Space, OnBadFree, on_bad_frees};
 
-use crate::python::base_pool::PoolName;
 use crate::python::debug::Debug;
 use crate::python::logging::Reporter;
+use crate::python::pool_name::PoolName;
 use crate::python::{args, with};
 
 /// Records which byte ranges of some memory are taken. The lowest range that is long enough is handed out

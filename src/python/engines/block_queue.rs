@@ -13,9 +13,9 @@ use crate::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
 use super::block::{Block, BlockPlace, Objects, description_of, ownership_error};
 use super::block_map::BlockMap;
 use crate::python::args;
-use crate::python::base_pool::PoolName;
 use crate::python::debug::Debug;
 use crate::python::logging::Reporter;
+use crate::python::pool_name::PoolName;
 
 /// Free blocks in the order in which they are used again, and all blocks: the numbers from 0 to `count`, all free,
 /// the lowest in front.
