@@ -7,18 +7,15 @@
 mod driver;
 mod event;
 mod gpu;
+mod host_wait;
 mod memory;
 mod page_lock;
 mod parked;
 mod probe;
-mod ring;
 
-pub use event::{Event, HostWait};
+pub use event::Event;
 pub(crate) use gpu::Function;
-pub(in crate::memory) use gpu::is_forked;
 pub use gpu::{CopyDirection, Gpu, SideStream};
-pub use memory::{Cuda, PageLockedHost};
+pub use host_wait::HostWait;
 pub use page_lock::PageLock;
 pub(crate) use parked::release_parked;
-pub(crate) use ring::Reply;
-pub use ring::Ring;

@@ -10,7 +10,7 @@ use crate::base::{Device, Error, Result};
 
 use super::host::{map, out_of_memory_error, unmap};
 use super::system_pages::{huge_pages_for, system_page_size};
-use super::{Backend, Block, Contents, Gpu, Host, PageLock, Region, StreamSet};
+use super::{Backend, Block, Contents, Gpu, Host, PageLock, RegionRange, StreamSet};
 
 /// The kind of pages that memory is allocated in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -125,19 +125,17 @@ unsafe impl Backend for MappedHost {
     }
 
     /// Touches the bytes, then page-locks them.
-    fn page_lock(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
-        touch(region, bytes)?;
-        let tensor = region.bytes_at(bytes.start, bytes.len())?;
-        let start = region.address().as_ptr().addr();
-        let pages = lock(&self.blocks)
-            .iter()
-            .find(|block| block.pages.range.start == start)
-            .map(|block| Arc::clone(&block.pages));
-        let (Some(pages), Some(users)) = (pages, region.users()) else {
+    fn page_lock(&self, gpu: &Arc<Gpu>, bytes: RegionRange<'_>) -> Result<()> {
+        touch(bytes);
+        let start = bytes.address().as_ptr().addr();
+        let is_here = |block: &Mapping| block.pages.range.contains(&start);
+        let found =
+            lock(&self.blocks).iter().find(|block| is_here(block)).map(|block| Arc::clone(&block.pages));
+        let (Some(pages), Some(users)) = (found, bytes.users()) else {
             return Err(Error::config("memory of another backend cannot be page-locked through this one"));
         };
-        let locked = PageLock::new(gpu, &tensor, users, pages)?;
-        if let Some(block) = lock(&self.blocks).iter_mut().find(|block| block.pages.range.start == start) {
+        let locked = PageLock::new(gpu, &bytes.tensor()?, users, pages)?;
+        if let Some(block) = lock(&self.blocks).iter_mut().find(|block| is_here(block)) {
             block.page_locks.extend(locked);
         }
         Ok(())
@@ -186,24 +184,21 @@ unsafe impl Backend for MappedHost {
     }
 }
 
-/// Populates `bytes` of `region`, which are zeros that no other code accesses meanwhile.
-fn touch(region: &Region, bytes: &Range<usize>) -> Result<()> {
-    let address = region.at(bytes.start, bytes.len())?;
+/// Populates bytes, which are zeros that no other code accesses meanwhile.
+fn touch(bytes: RegionRange<'_>) {
+    let (address, count) = (bytes.address().as_ptr(), bytes.bytes());
     #[cfg(target_os = "linux")]
     {
-        // SAFETY: the range lies in the region, and nothing in it changes.
-        let populated =
-            unsafe { libc::madvise(address.as_ptr().cast(), bytes.len(), libc::MADV_POPULATE_WRITE) };
+        // SAFETY: the bytes lie in a live region, and nothing in them changes.
+        let populated = unsafe { libc::madvise(address.cast(), count, libc::MADV_POPULATE_WRITE) };
         if populated == 0 {
-            return Ok(());
+            return;
         }
     }
-    for offset in (0..bytes.len()).step_by(system_page_size()) {
-        let byte = address.as_ptr().wrapping_add(offset);
-        // SAFETY: the byte lies in the region, and is 0 already.
-        unsafe { byte.write_volatile(0) };
+    for offset in (0..count).step_by(system_page_size()) {
+        // SAFETY: the byte lies in a live region, and is 0 already.
+        unsafe { address.wrapping_add(offset).write_volatile(0) };
     }
-    Ok(())
 }
 
 /// Maps whole huge pages of `page` bytes.

@@ -18,9 +18,12 @@
 //! [`Gpu`] fails, so the code on top of it needs no feature of its own.
 
 mod backend;
+mod block;
 mod borrowed;
 mod cuda;
+mod device_memory;
 mod file_lock;
+mod forked;
 mod host;
 mod host_rows;
 mod image;
@@ -28,18 +31,21 @@ mod mapped;
 mod memory_limit;
 mod page_locking;
 mod region;
+mod region_range;
 mod region_writer;
+mod ring;
 mod stream;
 mod stream_set;
 mod system_pages;
 mod wrappers;
 
-pub use backend::{ALIGNMENT, Backend, Block, Contents};
+pub use backend::Backend;
+pub use block::{ALIGNMENT, Block, Contents};
 pub use borrowed::BorrowedTensor;
 pub(crate) use cuda::Function;
-pub(crate) use cuda::Reply;
 pub(crate) use cuda::release_parked;
-pub use cuda::{CopyDirection, Cuda, Event, Gpu, HostWait, PageLock, PageLockedHost, Ring, SideStream};
+pub use cuda::{CopyDirection, Event, Gpu, HostWait, PageLock, SideStream};
+pub use device_memory::{Cuda, PageLockedHost};
 pub(crate) use file_lock::{FileLock, TryLockResult, this_user};
 pub use host::{Host, prefer_huge_pages};
 pub(crate) use host_rows::HostRow;
@@ -50,8 +56,11 @@ pub use memory_limit::MemoryLimit;
 pub use page_locking::{
     PageLockEvent, PageLockProgress, PageLockSink, PageLocking, page_lock, page_lock_steps,
 };
-pub use region::{Number, Plain, Region, RegionRange, ReturnedParts};
+pub use region::{Number, Plain, Region, ReturnedParts};
+pub use region_range::RegionRange;
 pub(crate) use region_writer::RegionWriter;
+pub(crate) use ring::Reply;
+pub use ring::Ring;
 pub use stream::Stream;
 pub use stream_set::{StreamSet, StreamUser, TakenStreams};
 pub use system_pages::system_page_size;

@@ -11,12 +11,10 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::base::sync::lock;
-use crate::base::{
-    DType, Device, Dims, Error, IndexVec, Life, Result, contiguous_strides, try_with_capacity,
-};
+use crate::base::{DType, Device, Dims, Error, IndexVec, Life, Result, try_with_capacity};
 
 use super::stream_set::{register, unregister};
-use super::{Backend, Block, BorrowedTensor, Contents, Gpu, Stream, StreamSet};
+use super::{Backend, Block, BorrowedTensor, Contents, Gpu, RegionRange, Stream, StreamSet};
 
 /// Contiguous memory that returns to its backend on drop.
 ///
@@ -36,38 +34,6 @@ pub struct Region {
     origin: Origin,
     /// Ends with the region, if somebody has to know.
     life: Option<Life>,
-}
-
-/// Bytes of a region, within its bounds.
-#[derive(Clone, Copy, Debug)]
-pub struct RegionRange<'a> {
-    region: &'a Region,
-    address: NonNull<u8>,
-    bytes: usize,
-}
-
-// SAFETY: it is a borrow of a region, whose memory is shared in any case, and two numbers.
-unsafe impl Send for RegionRange<'_> {}
-// SAFETY: as above.
-unsafe impl Sync for RegionRange<'_> {}
-
-impl RegionRange<'_> {
-    /// Returns the address of the first byte.
-    #[must_use]
-    pub const fn address(&self) -> NonNull<u8> {
-        self.address
-    }
-
-    /// Returns the length in bytes.
-    #[must_use]
-    pub const fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// Calls [`Region::record_stream`].
-    pub fn record_stream(&self, stream: Stream) {
-        self.region.record_stream(stream);
-    }
 }
 
 /// An element type without padding.
@@ -333,7 +299,8 @@ impl Region {
     /// Same as [`Region::at`].
     pub fn range(&self, offset: usize, bytes: usize) -> Result<RegionRange<'_>> {
         let address = self.at(offset, bytes)?;
-        Ok(RegionRange { region: self, address, bytes })
+        // SAFETY: they lie within this region, which outlives the borrow.
+        Ok(unsafe { RegionRange::new(address, bytes, self.device(), self.users()) })
     }
 
     /// Page-locks bytes of the region until it is dropped.
@@ -345,7 +312,7 @@ impl Region {
         let Some(backend) = self.backend() else {
             return Err(Error::config("memory that came from no backend cannot be page-locked in place"));
         };
-        backend.page_lock(gpu, self, bytes)
+        backend.page_lock(gpu, self.range(bytes.start, bytes.len())?)
     }
 
     /// Returns a tensor within this region that begins at byte `offset`.
@@ -369,10 +336,7 @@ impl Region {
     /// # Errors
     /// Same as [`Region::at`].
     pub fn bytes_at(&self, offset: usize, bytes: usize) -> Result<BorrowedTensor<'_>> {
-        let extent =
-            i64::try_from(bytes).map_err(|_| Error::index(format!("{bytes} bytes are in no region")))?;
-        let shape = Dims::new(&[extent])?;
-        self.borrow(offset, DType::U8, shape, contiguous_strides(&shape))
+        self.range(offset, bytes)?.tensor()
     }
 
     /// Works like [`Region::at`], and checks that the host can access the memory.

@@ -11,8 +11,8 @@ use std::sync::{Arc, PoisonError, RwLock};
 use crate::base::Result;
 use crate::base::sync::{AtomicU64, Mutex, MutexGuard};
 
-use super::cuda::is_forked;
-use super::{Gpu, Stream};
+use super::Stream;
+use super::forked::is_forked;
 
 /// The streams on which work with some memory was enqueued, of any device that reaches it. The memory is freed
 /// after that work.
@@ -55,16 +55,14 @@ impl StreamSet {
         }
     }
 
-    /// Records a stream that the caller names: work on it may use the memory at any time from now on, without being
-    /// recorded again.
+    /// Records a stream that the caller names, after `check`, unless it is recorded as such already.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) if its device has no such stream, which fails here and
-    /// not when somebody has to wait for it, and when a driver call fails. Nothing is recorded.
-    pub fn keep(&self, stream: Stream) -> Result<()> {
+    /// The error of `check`. Nothing is recorded.
+    pub(super) fn keep_checked(&self, stream: Stream, check: impl FnOnce() -> Result<()>) -> Result<()> {
         let user = StreamUser { stream, is_kept: true };
         if !self.lock().contains(&user) {
-            Gpu::open(stream.ordinal())?.check_exists(stream)?;
+            check()?;
             self.add(user, mark(stream));
         }
         Ok(())

@@ -2,14 +2,13 @@
 //!
 //! Use them in tests and to limit the memory of a pool. Each forwards all other calls to the wrapped backend.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::base::sync::AtomicUsize;
 use crate::base::{Device, Error, ErrorKind, Result};
 
-use super::{Backend, Block, Contents, Gpu, Region, StreamSet};
+use super::{Backend, Block, Contents, Gpu, RegionRange, StreamSet};
 
 /// Limits the bytes that are allocated at a time.
 ///
@@ -51,8 +50,8 @@ unsafe impl Backend for LimitedBackend {
         self.inner.is_device_accessible()
     }
 
-    fn page_lock(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
-        self.inner.page_lock(gpu, region, bytes)
+    fn page_lock(&self, gpu: &Arc<Gpu>, bytes: RegionRange<'_>) -> Result<()> {
+        self.inner.page_lock(gpu, bytes)
     }
 
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
@@ -121,8 +120,8 @@ unsafe impl Backend for FailingBackend {
         self.inner.is_device_accessible()
     }
 
-    fn page_lock(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
-        self.inner.page_lock(gpu, region, bytes)
+    fn page_lock(&self, gpu: &Arc<Gpu>, bytes: RegionRange<'_>) -> Result<()> {
+        self.inner.page_lock(gpu, bytes)
     }
 
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
@@ -207,8 +206,8 @@ unsafe impl Backend for CountingBackend {
         self.inner.is_device_accessible()
     }
 
-    fn page_lock(&self, gpu: &Arc<Gpu>, region: &Region, bytes: &Range<usize>) -> Result<()> {
-        self.inner.page_lock(gpu, region, bytes)
+    fn page_lock(&self, gpu: &Arc<Gpu>, bytes: RegionRange<'_>) -> Result<()> {
+        self.inner.page_lock(gpu, bytes)
     }
 
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {

@@ -17,7 +17,7 @@ use std::ptr;
 use crate::base::{Error, ErrorKind, Result, unlock_interpreter};
 use crate::memory::Stream;
 
-use super::HostWait;
+use super::host_wait::HostWait;
 use handles::{
     CaptureMode, CaptureStatus, Code, Copy2d, DeviceAttribute, FunctionAttribute, LookupStatus, MemoryType,
     PointerAttribute, Side, StreamHandle, Text,

@@ -6,9 +6,11 @@
 use std::sync::Arc;
 
 use crate::base::{Device, Error, ErrorKind, Result, assert_may_wait};
-use crate::memory::Stream;
+use crate::memory::{Stream, StreamSet};
 
-use super::{Gpu, driver::EventHandle};
+use super::driver::EventHandle;
+use super::gpu::Gpu;
+use super::host_wait::HostWait;
 
 /// A point in the work of a stream that the host and other streams can wait for.
 #[derive(Debug)]
@@ -16,25 +18,6 @@ pub struct Event {
     gpu: Arc<Gpu>,
     handle: EventHandle,
     wait: HostWait,
-}
-
-/// What a thread does while it waits for an event.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HostWait {
-    /// It spins, and goes on at once. Such events are the fastest for streams that wait for them, and to query.
-    Spins,
-    /// It sleeps, and leaves its core to others: for work that takes longer than waking up.
-    Sleeps,
-}
-
-impl HostWait {
-    /// Returns what is best while so many bytes cross the bus.
-    #[must_use]
-    pub const fn for_copy_of(bytes: usize) -> Self {
-        /// Takes about 20 us at 55 GB/s.
-        const LONG: usize = 1 << 20;
-        if bytes < LONG { Self::Spins } else { Self::Sleeps }
-    }
 }
 
 impl Event {
@@ -71,7 +54,7 @@ impl Event {
     }
 
     /// Returns what a thread does while it waits for this point.
-    pub(super) const fn host_wait(&self) -> HostWait {
+    pub(in crate::memory) const fn host_wait(&self) -> HostWait {
         self.wait
     }
 
@@ -94,7 +77,7 @@ impl Event {
     }
 
     /// Works like [`Event::wait`], under locks of the caller.
-    pub(super) fn wait_under_locks(&self) -> Result<()> {
+    pub(in crate::memory) fn wait_under_locks(&self) -> Result<()> {
         let _entered = self.gpu.enter_beside_captures()?;
         self.gpu.driver().wait_for_event(self.handle)
     }
@@ -113,5 +96,45 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         self.gpu.give_back_event(self.handle, self.wait);
+    }
+}
+
+impl Gpu {
+    /// Checks that the device has `stream`. One that is being captured is there.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) if it has not, and when a driver call fails.
+    fn check_exists(self: &Arc<Self>, stream: Stream) -> Result<()> {
+        if !self.is_capturing(stream)? {
+            Event::record(self, stream)?;
+        }
+        Ok(())
+    }
+
+    /// Makes everything enqueued on `stream` from now on wait for the current work of `others`, which may be
+    /// streams of other devices. The host does not wait.
+    ///
+    /// # Errors
+    /// Same as `Gpu::check_can_order`, before anything is enqueued; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver
+    /// call fails.
+    pub fn make_stream_wait(self: &Arc<Self>, others: &[Stream], stream: Stream) -> Result<()> {
+        self.check_can_order(others, stream)?;
+        let mut others = others.iter().filter(|other| **other != stream);
+        others.try_for_each(|&other| match Event::record_if_alive(self, other, HostWait::Spins)? {
+            Some(event) => event.make_stream_wait(stream),
+            None => Ok(()),
+        })
+    }
+}
+
+impl StreamSet {
+    /// Records a stream that the caller names: work on it may use the memory at any time from now on, without being
+    /// recorded again.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) if its device has no such stream, which fails here and
+    /// not when somebody has to wait for it, and when a driver call fails. Nothing is recorded.
+    pub fn keep(&self, stream: Stream) -> Result<()> {
+        self.keep_checked(stream, || Gpu::open(stream.ordinal())?.check_exists(stream))
     }
 }

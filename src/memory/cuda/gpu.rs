@@ -4,26 +4,24 @@
 //! its duration, and may be called on any thread. Work is only enqueued unless a method says that it waits.
 
 use std::ffi::CStr;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, Once, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::base::sync::lock;
 use crate::base::{Device, Error, ErrorKind, Result};
+use crate::memory::forked::{check_not_forked, watch_for_forks};
 use crate::memory::{BorrowedTensor, Image, RegionRange, Stream};
 
 use super::driver::{
     ContextHandle, DevicePtr, Driver, EventHandle, FunctionHandle, RelaxedThread, Rows, StreamState,
 };
-use super::{Event, HostWait, probe};
+use super::host_wait::HostWait;
+use super::probe;
 
 /// Threads per block, for every kernel.
 const BLOCK: u32 = 256;
 
 /// The open devices. They stay open for the life of the process.
 static OPEN: Mutex<Vec<Arc<Gpu>>> = Mutex::new(Vec::new());
-
-/// Whether this process was forked from one that used a device.
-static FORKED: AtomicBool = AtomicBool::new(false);
 
 /// An NVIDIA device, through its primary context.
 #[derive(Debug)]
@@ -427,17 +425,6 @@ impl Gpu {
         Ok(self.stream_state(stream)? == StreamState::Captured)
     }
 
-    /// Checks that the device has `stream`. One that is being captured is there.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Driver`] if it has not, and when a driver call fails.
-    pub(in crate::memory) fn check_exists(self: &Arc<Self>, stream: Stream) -> Result<()> {
-        if !self.is_capturing(stream)? {
-            Event::record(self, stream)?;
-        }
-        Ok(())
-    }
-
     /// Returns the state of `stream`, on whatever device.
     pub(super) fn stream_state(&self, stream: Stream) -> Result<StreamState> {
         let _entered = self.enter_of(stream)?;
@@ -470,21 +457,6 @@ impl Gpu {
         self.check_not_capturing(stream, "a wait for work outside of the capture")?;
         others.try_for_each(|&other| {
             self.check_not_capturing(other, "work of another stream, for which this call has to wait,")
-        })
-    }
-
-    /// Makes everything enqueued on `stream` from now on wait for the current work of `others`, which may be
-    /// streams of other devices. The host does not wait.
-    ///
-    /// # Errors
-    /// Same as `Gpu::check_can_order`, before anything is enqueued; [`ErrorKind::Driver`] when a driver
-    /// call fails.
-    pub fn make_stream_wait(self: &Arc<Self>, others: &[Stream], stream: Stream) -> Result<()> {
-        self.check_can_order(others, stream)?;
-        let mut others = others.iter().filter(|other| **other != stream);
-        others.try_for_each(|&other| match Event::record_if_alive(self, other, HostWait::Spins)? {
-            Some(event) => event.make_stream_wait(stream),
-            None => Ok(()),
         })
     }
 
@@ -544,32 +516,4 @@ fn rows(tensor: &BorrowedTensor<'_>) -> Result<(Rows, [usize; 2])> {
         found.ok_or_else(|| Error::config("only rows of bytes can be copied as they lie"))?;
     let is_on_host = tensor.device() == Device::Cpu;
     Ok((Rows { address: tensor.address().as_ptr(), pitch, is_on_host }, [rows, bytes]))
-}
-
-/// Returns whether this process is the child of a fork, made after the driver was used.
-pub(in crate::memory) fn is_forked() -> bool {
-    FORKED.load(Relaxed)
-}
-
-fn check_not_forked() -> Result<()> {
-    if is_forked() {
-        return Err(Error::new(
-            ErrorKind::Driver,
-            "this process was forked from one that used CUDA, whose memory it does not have; \
-             start worker processes with 'spawn' or 'forkserver'",
-        ));
-    }
-    Ok(())
-}
-
-/// Installs the handler that records forks.
-fn watch_for_forks() {
-    extern "C" fn in_child() {
-        FORKED.store(true, Relaxed);
-    }
-    static WATCH: Once = Once::new();
-    WATCH.call_once(|| {
-        // SAFETY: the handler only stores to an atomic, which is allowed in the child of a fork.
-        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-    });
 }

@@ -1,39 +1,14 @@
-//! Device memory and page-locked host memory.
+//! Memory that the driver allocates: of a device, or of the host and page-locked.
 
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use crate::base::{Device, Error, ErrorKind, Result, assert_may_wait};
-use crate::memory::{ALIGNMENT, Backend, Block, Contents, Stream, StreamSet};
+use crate::base::{Error, ErrorKind, Result, assert_may_wait};
+use crate::memory::{ALIGNMENT, Block, Contents, Stream, StreamSet};
 
-use super::Gpu;
 use super::driver::DevicePtr;
+use super::gpu::Gpu;
 use super::parked::{HostPtr, Resource, park, release_parked, retire, sweep};
-
-/// Memory of a device.
-///
-/// Freeing a block waits for the streams that used it, but never for the whole device: see [`StreamSet`].
-#[derive(Clone, Debug)]
-pub struct Cuda {
-    gpu: Arc<Gpu>,
-    stream: Stream,
-}
-
-impl Cuda {
-    /// Creates memory of `gpu`. [`Contents::Zeros`] are written on `stream`, which is waited for.
-    #[must_use]
-    pub fn new(gpu: &Arc<Gpu>, stream: Stream) -> Self {
-        Self { gpu: Arc::clone(gpu), stream }
-    }
-
-    /// Enqueues the zeros of a new block on `stream`, and waits for them if they must be visible to every
-    /// stream.
-    fn zero(&self, address: DevicePtr, bytes: usize, stream: Stream, contents: Contents) -> Result<()> {
-        // SAFETY: the driver allocated this many bytes just now.
-        unsafe { self.gpu.driver().fill(address, 0, bytes, stream) }?;
-        if contents == Contents::Zeros { self.gpu.driver().synchronize(stream) } else { Ok(()) }
-    }
-}
 
 /// Returns a block of zero bytes, which the driver does not allocate.
 fn empty() -> Block {
@@ -42,19 +17,20 @@ fn empty() -> Block {
     Block::new(address.expect("an alignment is not 0"), 0)
 }
 
-// SAFETY: the driver allocates the block, aligned to 256 bytes or more, and frees it in `deallocate`.
-unsafe impl Backend for Cuda {
-    fn device(&self) -> Device {
-        self.gpu.device()
-    }
-
-    fn gpu(&self) -> Option<&Arc<Gpu>> {
-        Some(&self.gpu)
-    }
-
-    fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
+impl Gpu {
+    /// Allocates memory of the device. [`Contents::Zeros`] are written on `stream`.
+    ///
+    /// # Errors
+    /// See [`Backend::allocate`](crate::memory::Backend::allocate); [`ErrorKind::Driver`] while the stream of the
+    /// zeros is being captured, and when a driver call fails.
+    pub(in crate::memory) fn allocate(
+        self: &Arc<Self>,
+        bytes: usize,
+        contents: Contents,
+        stream: Stream,
+    ) -> Result<Block> {
         let zeroed_on = match contents {
-            Contents::Zeros => Some(self.stream),
+            Contents::Zeros => Some(stream),
             Contents::ZerosOn(stream) => Some(stream),
             Contents::Undefined => None,
         };
@@ -63,14 +39,14 @@ unsafe impl Backend for Cuda {
             assert_may_wait();
         }
         if let Some(stream) = zeroed_on {
-            self.gpu.check_not_capturing(stream, "new memory, which is zeroed once,")?;
+            self.check_not_capturing(stream, "new memory, which is zeroed once,")?;
         }
         if bytes == 0 {
             return Ok(empty());
         }
         sweep();
-        let _entered = self.gpu.enter_beside_captures()?;
-        let driver = self.gpu.driver();
+        let _entered = self.enter_beside_captures()?;
+        let driver = self.driver();
         let found = match driver.allocate(bytes)? {
             None if may_wait && release_parked() => driver.allocate(bytes)?,
             found => found,
@@ -91,7 +67,7 @@ unsafe impl Backend for Cuda {
             users.record(stream);
             let give_back = if may_wait { retire } else { park };
             // SAFETY: the driver allocated it just now, and only the fill with zeros can be in flight.
-            unsafe { give_back(&self.gpu, Resource::Device(found), &users) };
+            unsafe { give_back(self, Resource::Device(found), &users) };
             return Err(failure);
         }
         let pointer = NonNull::new(found.pointer());
@@ -99,46 +75,37 @@ unsafe impl Backend for Cuda {
         Ok(Block::new(pointer, bytes))
     }
 
-    unsafe fn deallocate(&self, block: Block, users: &StreamSet) {
+    /// Enqueues the zeros of a new block on `stream`, and waits for them if they must be visible to every
+    /// stream.
+    fn zero(&self, address: DevicePtr, bytes: usize, stream: Stream, contents: Contents) -> Result<()> {
+        // SAFETY: the driver allocated this many bytes just now.
+        unsafe { self.driver().fill(address, 0, bytes, stream) }?;
+        if contents == Contents::Zeros { self.driver().synchronize(stream) } else { Ok(()) }
+    }
+
+    /// Frees a block of [`Gpu::allocate`] after the work of `users`.
+    ///
+    /// # Safety
+    /// It came from there, is freed once, and only that work still accesses its memory.
+    pub(in crate::memory) unsafe fn deallocate(self: &Arc<Self>, block: &Block, users: &StreamSet) {
         if block.bytes() > 0 {
             let resource = Resource::Device(DevicePtr::of(block.address().as_ptr()));
-            // SAFETY: the block came from `allocate`; the caller guarantees the rest.
-            unsafe { retire(&self.gpu, resource, users) };
+            // SAFETY: guaranteed by the caller.
+            unsafe { retire(self, resource, users) };
         }
     }
-}
 
-/// Page-locked host memory, which a device reads and writes directly.
-#[derive(Clone, Debug)]
-pub struct PageLockedHost {
-    gpu: Arc<Gpu>,
-}
-
-impl PageLockedHost {
-    /// Creates host memory that is page-locked for every device, through `gpu`.
-    #[must_use]
-    pub fn new(gpu: &Arc<Gpu>) -> Self {
-        Self { gpu: Arc::clone(gpu) }
-    }
-}
-
-// SAFETY: as for `Cuda`; the driver maps the block for the host and the devices.
-unsafe impl Backend for PageLockedHost {
-    fn device(&self) -> Device {
-        Device::Cpu
-    }
-
-    fn is_device_accessible(&self) -> bool {
-        true
-    }
-
-    fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
+    /// Allocates page-locked memory of the host, which every device reaches.
+    ///
+    /// # Errors
+    /// See [`Backend::allocate`](crate::memory::Backend::allocate); [`ErrorKind::Driver`] when a driver call fails.
+    pub(in crate::memory) fn allocate_host(&self, bytes: usize, contents: Contents) -> Result<Block> {
         if bytes == 0 {
             return Ok(empty());
         }
         sweep();
-        let _entered = self.gpu.enter_beside_captures()?;
-        let found = self.gpu.driver().allocate_host(bytes)?.and_then(NonNull::new).ok_or_else(|| {
+        let _entered = self.enter_beside_captures()?;
+        let found = self.driver().allocate_host(bytes)?.and_then(NonNull::new).ok_or_else(|| {
             Error::new(
                 ErrorKind::OutOfMemory,
                 format!("the host cannot give {bytes} bytes of page-locked memory"),
@@ -152,11 +119,15 @@ unsafe impl Backend for PageLockedHost {
         Ok(Block::new(found, bytes))
     }
 
-    unsafe fn deallocate(&self, block: Block, users: &StreamSet) {
+    /// Frees a block of [`Gpu::allocate_host`] after the work of `users`.
+    ///
+    /// # Safety
+    /// Same as [`Gpu::deallocate`].
+    pub(in crate::memory) unsafe fn deallocate_host(self: &Arc<Self>, block: &Block, users: &StreamSet) {
         if block.bytes() > 0 {
             let resource = Resource::Host(HostPtr(block.address().as_ptr()));
-            // SAFETY: the block came from `allocate`; the caller guarantees the rest.
-            unsafe { retire(&self.gpu, resource, users) };
+            // SAFETY: guaranteed by the caller.
+            unsafe { retire(self, resource, users) };
         }
     }
 }

@@ -9,11 +9,13 @@ use std::sync::{Arc, Mutex};
 
 use crate::base::Result;
 use crate::base::sync::lock;
+use crate::memory::forked::is_forked;
 use crate::memory::{Keep, Stream, StreamSet};
 
 use super::driver::{DevicePtr, Driver, StreamState};
-use super::gpu::{Gpu, is_forked};
-use super::{Event, HostWait};
+use super::event::Event;
+use super::gpu::Gpu;
+use super::host_wait::HostWait;
 
 /// A resource of the driver.
 #[derive(Debug)]

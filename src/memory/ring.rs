@@ -7,11 +7,12 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
+use super::{
+    ALIGNMENT, Backend, Contents, Event, Gpu, HostWait, Number, PageLockedHost, Plain, Region, RegionRange,
+    Stream, StreamSet,
+};
 use crate::base::sync::lock;
 use crate::base::{Error, ErrorKind, Result};
-use crate::memory::{ALIGNMENT, Backend, Contents, Number, Plain, Region, RegionRange, Stream, StreamSet};
-
-use super::{Event, Gpu, HostWait, PageLockedHost};
 
 /// Alignment of pieces, in bytes.
 const PIECE_ALIGNMENT: usize = 16;
