@@ -233,70 +233,207 @@ fn the_checks_find_violations() {
     );
 }
 
-/// The modules of a layer, and those of the layer that each imports.
-fn modules(layer: &str) -> HashMap<String, HashSet<String>> {
-    let root = code(&src().join(layer).join("mod.rs")).join("\n");
-    let mut exports = HashMap::new();
-    let mut graph = HashMap::new();
-    for part in root.split(';') {
-        let words: Vec<_> = words(part);
-        match part.trim_start().split_once("use ") {
-            Some((_, path)) if !path.starts_with("crate") && !path.starts_with("std") => {
-                let mut names = words.iter().skip_while(|word| **word != "use").skip(1);
-                let Some(module) = names.next() else { continue };
-                exports.extend(names.map(|name| ((*name).to_owned(), (*module).to_owned())));
+/// A module: the names that it imports, each with its path, and its code without tests and imports.
+struct Module {
+    imported: HashMap<String, Vec<String>>,
+    code: String,
+}
+
+impl Module {
+    fn new(code: &str) -> Self {
+        // Its unit tests, the last of a file, may import anything.
+        let code = code.split("\n#[cfg(test)]").next().and_then(|code| code.split("\n#[cfg(all(test").next());
+        let (mut imported, mut rest) = (HashMap::new(), String::new());
+        for statement in code.expect("the first part").split_inclusive(';') {
+            let begin = statement.lines().position(|line| {
+                let line = line.trim_start();
+                line.starts_with("use ") || line.starts_with("pub") && line.contains(" use ")
+            });
+            let lines: Vec<_> = statement.lines().collect();
+            let (before, import) = lines.split_at(begin.unwrap_or(lines.len()));
+            rest.push_str(&before.join("\n"));
+            if let Some((_, tree)) = import.join(" ").trim_end_matches(';').split_once("use ") {
+                add_imports(tree, &[], &mut imported);
+            }
+            rest.push('\n');
+        }
+        Self { imported, code: rest }
+    }
+
+    /// The code of a function of the module itself, not of a type.
+    fn function(&self, name: &str) -> Option<String> {
+        let begins = |line: &&str| {
+            let rest = line.split_once("fn ").map(|(_, rest)| rest);
+            !line.starts_with(' ') && rest.is_some_and(|rest| words(rest).first() == Some(&name))
+        };
+        let lines: Vec<_> = self.code.lines().skip_while(|line| !begins(line)).collect();
+        let end = lines.iter().position(|line| line.starts_with('}') || line.ends_with('}'))?;
+        Some(lines[..=end].join("\n"))
+    }
+}
+
+/// Adds the names that the tree of a `use` imports, each with its path.
+fn add_imports(tree: &str, prefix: &[String], found: &mut HashMap<String, Vec<String>>) {
+    let (path, group) = tree.split_once('{').map_or((tree, None), |(path, group)| (path, Some(group)));
+    let (path, alias) =
+        path.split_once(" as ").map_or((path, None), |(path, alias)| (path, Some(alias.trim())));
+    let mut whole = prefix.to_vec();
+    whole.extend(words(path).into_iter().map(str::to_owned));
+    let Some(group) = group else {
+        if whole.last().is_some_and(|last| last == "self") {
+            whole.pop();
+        }
+        if let Some(name) = alias.map(str::to_owned).or_else(|| whole.last().cloned()) {
+            found.insert(name, whole);
+        }
+        return;
+    };
+    let (mut depth, mut begin) = (0, 0);
+    for (at, letter) in group.char_indices() {
+        match letter {
+            '{' => depth += 1,
+            '}' if depth > 0 => depth -= 1,
+            ',' | '}' if depth == 0 => {
+                if !group[begin..at].trim().is_empty() {
+                    add_imports(&group[begin..at], &whole, found);
+                }
+                begin = at + 1;
+            }
+            _ => (),
+        }
+    }
+}
+
+/// The paths of two names or more in some code.
+fn paths(code: &str) -> Vec<Vec<String>> {
+    let mut found = Vec::new();
+    for (at, _) in code.match_indices("::") {
+        let is_name = |letter: char| letter.is_alphanumeric() || letter == '_';
+        let first = code[..at].rsplit(|letter| !is_name(letter)).next().unwrap_or("");
+        if first.is_empty() || code[..at - first.len()].ends_with("::") {
+            continue;
+        }
+        let whole = code[at - first.len()..].split(|letter| !is_name(letter) && letter != ':').next();
+        found.push(words(whole.unwrap_or("")).into_iter().map(str::to_owned).collect());
+    }
+    found
+}
+
+/// The modules of the crate by their paths; that of the crate itself is empty.
+struct Modules(HashMap<Vec<String>, Module>);
+
+impl Modules {
+    fn of_crate() -> Self {
+        let all = sources(&src()).into_iter().map(|source| {
+            let relative = source.strip_prefix(src()).expect("below src").with_extension("");
+            let names = relative.iter().map(|name| name.to_string_lossy().into_owned());
+            let path = names.filter(|name| name != "mod" && name != "lib").collect();
+            (path, Module::new(&code(&source).join("\n")))
+        });
+        Self(all.collect())
+    }
+
+    /// The module that has what `path` names in module `from`, and its name there; `None` for another crate. What
+    /// a module imports it only passes on.
+    fn find(&self, from: &[String], path: &[String], depth: usize) -> Option<(Vec<String>, Option<String>)> {
+        let mut here = from.to_vec();
+        let mut names = path.iter().peekable();
+        let first = path.first()?;
+        match first.as_str() {
+            "crate" => {
+                here.clear();
+                names.next();
+            }
+            "self" => drop(names.next()),
+            "super" => {
+                while names.next_if(|name| *name == "super").is_some() {
+                    here.pop();
+                }
             }
             _ => {
-                if let [.., "mod", module] = words[..] {
-                    graph.insert(module.to_owned(), HashSet::new());
+                let inner = [from, std::slice::from_ref(first)].concat();
+                if !self.0.contains_key(&inner) && !self.0[from].imported.contains_key(first) {
+                    return None;
                 }
             }
         }
-    }
-    for path in sources(&src().join(layer)) {
-        let relative = path.strip_prefix(src().join(layer)).expect("below the layer").to_owned();
-        let module = relative.iter().next().expect("a name").to_string_lossy().replace(".rs", "");
-        // Its unit tests, the last of a file, may import anything.
-        let lines: Vec<_> = code(&path).into_iter().take_while(|line| line != "#[cfg(test)]").collect();
-        let mut named = paths(&lines, &format!("crate::{layer}::"));
-        if relative.components().count() == 1 {
-            named.extend(paths(&lines, "super::"));
+        while let Some(name) = names.next() {
+            let inner = [here.as_slice(), std::slice::from_ref(name)].concat();
+            if self.0.contains_key(&inner) {
+                here = inner;
+                continue;
+            }
+            // An import of a name under the same name, as that of another crate, leads nowhere.
+            return match self.0.get(&here)?.imported.get(name) {
+                Some(target) if depth < 8 => {
+                    let rest = names.cloned().collect::<Vec<_>>();
+                    self.find(&here, &[target.as_slice(), &rest].concat(), depth + 1)
+                }
+                Some(_) => None,
+                None => Some((here, Some(name.clone()))),
+            };
         }
-        let imported = named.into_iter().map(|name| exports.get(&name).cloned().unwrap_or(name));
-        let imported: Vec<_> = imported.filter(|name| *name != module && graph.contains_key(name)).collect();
-        if let Some(known) = graph.get_mut(&module) {
-            known.extend(imported);
-        }
+        Some((here, None))
     }
-    graph
+
+    /// The modules that module `from` needs for `named` paths. A function of a module above stands for what it
+    /// needs itself, so that no circle leads through it.
+    fn needed(&self, from: &[String], named: Vec<Vec<String>>) -> HashSet<Vec<String>> {
+        let mut found = HashSet::new();
+        let mut seen = HashSet::new();
+        let mut open: Vec<_> = named.into_iter().map(|path| (from.to_vec(), path)).collect();
+        while let Some((at, path)) = open.pop() {
+            let Some((module, item)) = self.find(&at, &path, 0) else { continue };
+            found.insert(module.clone());
+            if !from.starts_with(&module) || !seen.insert((module.clone(), item.clone())) {
+                continue;
+            }
+            if let Some(body) = item.and_then(|item| self.0[&module].function(&item)) {
+                open.extend(self.named(&module, &body).into_iter().map(|path| (module.clone(), path)));
+            }
+        }
+        found.remove(from);
+        found
+    }
+
+    /// The paths in some code of a module, and the names that it has from elsewhere or from its functions.
+    fn named(&self, module: &[String], code: &str) -> Vec<Vec<String>> {
+        let own = |name: &&str| {
+            let module = &self.0[module];
+            module.imported.contains_key(*name) || module.function(name).is_some()
+        };
+        let single = words(code).into_iter().filter(own).map(|name| vec!["self".to_owned(), name.to_owned()]);
+        paths(code).into_iter().chain(single).collect()
+    }
+
+    /// For each folder, its modules with those of the folder that they need. The folder's own file is none of
+    /// them: it has the type whose methods they are, or passes their names on.
+    fn by_folder(&self) -> HashMap<Vec<String>, HashMap<String, HashSet<String>>> {
+        let mut folders: HashMap<_, HashMap<_, HashSet<_>>> = HashMap::new();
+        for (from, module) in &self.0 {
+            let mut named = paths(&module.code);
+            named.extend(module.imported.values().cloned());
+            for to in self.needed(from, named) {
+                let shared = from.iter().zip(&to).take_while(|(one, other)| one == other).count();
+                if let (Some(user), Some(used)) = (from.get(shared), to.get(shared)) {
+                    let folder = folders.entry(from[..shared].to_vec()).or_default();
+                    folder.entry(user.clone()).or_default().insert(used.clone());
+                    folder.entry(used.clone()).or_default();
+                }
+            }
+        }
+        folders
+    }
 }
 
 fn words(text: &str) -> Vec<&str> {
     text.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|word| !word.is_empty()).collect()
 }
 
-/// The names that directly follow `prefix`, or stand in the group that follows it.
-fn paths(lines: &[String], prefix: &str) -> Vec<String> {
-    let text = lines.join("\n");
-    let mut found = Vec::new();
-    for (at, _) in text.match_indices(prefix) {
-        if text[..at].ends_with(|c: char| c.is_alphanumeric() || c == ':') {
-            continue;
-        }
-        let rest = &text[at + prefix.len()..];
-        let group =
-            if rest.starts_with('{') { rest.split("};").next() } else { words(rest).first().copied() };
-        found.extend(words(group.unwrap_or("")).into_iter().map(str::to_owned));
-    }
-    found
-}
-
-/// The modules of a layer that import each other, or import some that do.
-fn in_cycles(layer: &str) -> (BTreeSet<String>, usize) {
-    let mut graph = modules(layer);
-    let edges = graph.values().map(HashSet::len).sum();
+/// The modules that import each other, or import some that do and are imported by some that do.
+fn in_circles(mut graph: HashMap<String, HashSet<String>>) -> BTreeSet<String> {
     loop {
-        // A module that imports nothing of the rest, or that nothing of the rest imports, is no part of a cycle.
+        // A module that imports nothing of the rest, or that nothing of the rest imports, is in no circle.
         let used: HashSet<String> = graph.values().flatten().cloned().collect();
         let is_end = |(name, uses): &(&String, &HashSet<String>)| uses.is_empty() || !used.contains(*name);
         let Some(end) = graph.iter().find(is_end).map(|(name, _)| name.clone()) else { break };
@@ -305,21 +442,69 @@ fn in_cycles(layer: &str) -> (BTreeSet<String>, usize) {
             uses.remove(&end);
         }
     }
-    (graph.into_keys().collect(), edges)
+    graph.into_keys().collect()
 }
 
 #[test]
-fn no_modules_of_a_layer_import_each_other() {
-    /// A backend makes regions, a region knows its backend, and both know devices and the streams that use memory.
-    const OF_MEMORY: [&str; 5] = ["backend", "borrowed", "cuda", "region", "stream_set"];
-    let mut all = 0;
-    for layer in LAYERS {
-        let (found, edges) = in_cycles(layer);
-        let known = if layer == "memory" { &OF_MEMORY[..] } else { &[] };
-        assert!(found.iter().eq(known), "modules of {layer} import each other: {found:?}");
-        all += edges;
+fn no_modules_of_a_folder_import_each_other() {
+    let folders = Modules::of_crate().by_folder();
+    let imports =
+        |folder: &HashMap<String, HashSet<String>>| folder.values().map(HashSet::len).sum::<usize>();
+    let counts: HashMap<_, _> =
+        folders.iter().map(|(path, folder)| (path.join("/"), imports(folder))).collect();
+    for (path, folder) in folders {
+        let found = in_circles(folder);
+        assert!(found.is_empty(), "modules of src/{} import each other: {found:?}", path.join("/"));
     }
-    assert!(all > 150, "{all}");
+    // Fewer would mean that some are not found.
+    for (folder, least) in [("", 30), ("pool", 40), ("pool/prefix_cache", 40), ("memory/cuda", 12)] {
+        assert!(counts[folder] >= least, "src/{folder}: {}", counts[folder]);
+    }
+}
+
+#[test]
+fn circles_are_found_at_every_depth_and_behind_what_passes_names_on() {
+    let is_circle = |sources: &[(&str, &str)]| {
+        let module = |(path, code): &(&str, &str)| {
+            (words(path).into_iter().map(str::to_owned).collect(), Module::new(&without_comments(code)))
+        };
+        let folders = Modules(sources.iter().map(module).collect()).by_folder();
+        folders.into_values().any(|folder| !in_circles(folder).is_empty())
+    };
+    let outer =
+        [("", "mod pool;"), ("pool", "mod cache;\npub use cache::{\n    Lease,\n    Load as Begun,\n};")];
+    let (cache, lease) =
+        ("mod lease;\nmod load;\n\npub use lease::Lease;\npub use load::Load;\n", "use super::load::Load;");
+    let with = |load: &'static str| {
+        is_circle(
+            &[&outer[..], &[("pool/cache", cache), ("pool/cache/lease", lease), ("pool/cache/load", load)]]
+                .concat(),
+        )
+    };
+    assert!(!with("use std::sync::Weak;\nuse crate::pool::Begun;\nstruct Load;"));
+    assert!(!with("// super::lease::Lease\n\n#[cfg(test)]\nmod tests {\n    use super::super::lease;\n}"));
+    for load in [
+        "use super::lease::Lease;",
+        "use super::Lease;",
+        "use crate::pool::cache::lease;",
+        "use crate::{\n    base::Page,\n    pool::{Begun, Lease as Other},\n};",
+        "fn f() {\n    super::lease::f();\n}",
+        "fn f() {\n    let _ = crate::pool::Lease::new;\n}",
+        "fn f() {\n    use super::Lease;\n}",
+    ] {
+        assert!(with(load), "{load}");
+    }
+    // Through a function of the folder's own file.
+    let cache = "mod lease;\nmod load;\n\nuse lease::Lease;\n\nfn first() {\n    second();\n}\n\nfn second() {\n    Lease::new();\n}\n";
+    let own = |load: &'static str| {
+        is_circle(
+            &[&outer[..], &[("pool/cache", cache), ("pool/cache/lease", lease), ("pool/cache/load", load)]]
+                .concat(),
+        )
+    };
+    assert!(
+        own("use super::first;") && own("fn f() {\n    super::second();\n}") && !own("use super::third;")
+    );
 }
 
 #[test]
