@@ -432,6 +432,7 @@ ENTRIES: dict[str, Entry] = {
     "Store.find": Entry(lambda w: w.memory.find([]), WORKS),
     "Store.read": Entry(lambda w: w.memory.read([], [], []), WORKS),
     "Store.with": Entry(lambda w: _with(w.memory), WORKS),
+    "Store.touch": Entry(lambda w: w.memory.touch([]), WORKS),
     "Store.write": Entry(lambda w: w.memory.write([], [], []), WORKS),
     "PrefixCache.fetch": Entry(lambda w: w.tiered.fetch([7, 8]), WORKS),
     "Fetch.query": Entry(lambda w: w.fetch.query(), WORKS),
