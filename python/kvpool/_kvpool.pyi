@@ -3216,12 +3216,24 @@ class ChunkCopy:
         Raises:
             DriverError: If a driver call fails, or earlier work on the device has failed.
         """
-    def wait(self) -> None:
-        """Waits until the copy is complete, without the GIL.
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the copy is complete, without the GIL. Without a time limit, an interrupt waits, too.
+
+        Args:
+            timeout: Maximum wait in seconds; unlimited by default.
+
+        Returns:
+            Whether the copy is complete.
 
         Raises:
+            ConfigError: If `timeout` is negative or NaN.
             DriverError: As in `query`.
         """
+    def cancel(self) -> None:
+        """Does nothing: a copy that is on a stream runs. Wait before its memory has another use."""
+    @property
+    def error(self) -> Exception | None:
+        """The `DriverError` of a device that has failed, else `None`."""
 
 @final
 class BufferPool(Pool):
@@ -3575,6 +3587,27 @@ class Load:
         Raises:
             RuntimeError: If it was cancelled or failed: the lease is as long as before, and the request computes.
         """
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the load is complete, without the GIL. An interrupt ends the wait only.
+
+        Args:
+            timeout: Maximum wait in seconds; unlimited by default.
+
+        Returns:
+            Whether it is complete.
+
+        Raises:
+            ConfigError: If `timeout` is negative or NaN.
+            RuntimeError: As in `query`.
+        """
+    @property
+    def error(self) -> Exception | None:
+        """The `RuntimeError` of a load that was cancelled or failed, the `DriverError` of a device that has failed, else
+        `None`.
+
+        Raises:
+            DriverError: If the current stream is being captured.
+        """
     def cancel(self) -> None:
         """Gives up the load unless it is complete: the lease is as long as before, and its slots are free: their
         next owner comes after the copies. Does nothing if the load is complete, or the lease was released.
@@ -3789,6 +3822,13 @@ class StoreTransfer:
             ConfigError: If `timeout` is negative or NaN.
             RuntimeError: As in `query`.
         """
+    def cancel(self) -> None:
+        """Gives up the pages that are not being read or written yet: they are done soon, and not present. The others go
+        on: wait before the memory has another use.
+        """
+    @property
+    def error(self) -> None:
+        """Always `None`: a page that could not be read or written is not `present`, and `FileStore.stats()` counts it."""
     @property
     def present(self) -> list[bool]:
         """Whether each page is where it was to go: after a `get` in memory, after a `put` in the store. False for pages
@@ -3833,6 +3873,9 @@ class Fetch:
         """
     def cancel(self) -> None:
         """Stops fetching. Pages that have arrived stay."""
+    @property
+    def error(self) -> None:
+        """Always `None`: pages that a store does not bring are missing, and `length` does not count them."""
 
 @final
 class _StoreQueue:

@@ -25,6 +25,7 @@ __all__ = [
     "Fence",
     "Fit",
     "HybridAction",
+    "InFlight",
     "IndicesLike",
     "KVStats",
     "KeysLike",
@@ -56,6 +57,33 @@ class Fence(Protocol):
 
     def query(self) -> bool:
         """Return whether the work is done."""
+        ...
+
+
+class InFlight(Protocol):
+    """Work in flight: `ChunkCopy`, `Load`, `Fetch`, `StoreTransfer`; `Transfer`, `SlotLease` of `remote`.
+
+    It can be a fence of `TokenToKVPoolAllocator.free`: when it is over, nothing uses its memory any more.
+    """
+
+    def query(self) -> bool:
+        """Return whether it is over. Does not wait. A load that has failed raises its error."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is over, at most for `timeout` seconds, and return whether it is.
+
+        A load or transfer that has failed raises its error.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Give up what has not begun. It is over when the rest is: what runs on a stream is not cut off."""
+        ...
+
+    @property
+    def error(self) -> Exception | None:
+        """The reason why it has failed; `None` if it has not."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::base::lock_order::{LockRank, RankedMutex};
@@ -55,6 +56,7 @@ pub struct StoreTransfer {
     process: u32,
     state: RankedMutex<StoreProgress>,
     over: Condvar,
+    is_cancelled: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -67,7 +69,12 @@ impl StoreTransfer {
     /// Creates a transfer of pages that are `present` already, and `left` others.
     pub(super) fn new(present: Vec<bool>, left: usize) -> Self {
         let state = RankedMutex::new(LockRank::StoreTransfer, StoreProgress { present, left });
-        Self { process: std::process::id(), state, over: Condvar::new() }
+        Self {
+            process: std::process::id(),
+            state,
+            over: Condvar::new(),
+            is_cancelled: AtomicBool::new(false),
+        }
     }
 
     /// Returns whether all pages are done.
@@ -115,6 +122,16 @@ impl StoreTransfer {
         self.check_process()?;
         let state = self.state.lock();
         Ok(state.present.iter().position(|is_present| !is_present).unwrap_or(state.present.len()))
+    }
+
+    /// Gives up the pages that are not being transferred yet: they are done, and not present. The others go on.
+    pub fn cancel(&self) {
+        self.is_cancelled.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns whether pages that are not being transferred yet are given up.
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.is_cancelled.load(Ordering::Relaxed)
     }
 
     fn check_process(&self) -> Result<()> {

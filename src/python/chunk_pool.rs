@@ -24,7 +24,7 @@ use super::framework::{backend, current_stream, to_dtype};
 use super::logging::{self, Reporter};
 use super::pool_name::PoolName;
 use super::tensor_cache::TensorCache;
-use super::{SLICE, lock, wait_in_slices};
+use super::{SLICE, lock, poll, wait_in_slices};
 
 /// Fixed-size chunks in one region, for offloaded K and V.
 ///
@@ -596,14 +596,39 @@ impl ChunkCopy {
         Ok(is_done)
     }
 
-    /// Waits until the copy is complete, without the GIL.
+    /// Waits until the copy is complete, without the GIL. Without a time limit, an interrupt waits, too.
+    ///
+    /// Args:
+    ///     timeout: Maximum wait in seconds; unlimited by default.
+    ///
+    /// Returns:
+    ///     Whether the copy is complete.
     ///
     /// Raises:
+    ///     ConfigError: If `timeout` is negative or NaN.
     ///     DriverError: As in `query`.
-    fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        let Some(event) = &self.done else { return Ok(()) };
-        py.detach(|| event.wait())?;
-        self.pending.drop_finished(None);
-        Ok(())
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let Some(event) = &self.done else { return Ok(true) };
+        let is_done = if timeout.is_none() {
+            py.detach(|| event.wait())?;
+            true
+        } else {
+            wait_in_slices(py, timeout, |slice| poll(slice, || event.has_passed()))?
+        };
+        if is_done {
+            self.pending.drop_finished(None);
+        }
+        Ok(is_done)
+    }
+
+    /// Does nothing: a copy that is on a stream runs. Wait before its memory has another use.
+    #[expect(clippy::unused_self, reason = "as other work in flight has it")]
+    const fn cancel(&self) {}
+
+    /// The `DriverError` of a device that has failed, else `None`.
+    #[getter]
+    fn error(&self) -> Option<PyErr> {
+        self.query().err()
     }
 }

@@ -48,6 +48,13 @@ impl Fetch {
         self.fetch.cancel();
     }
 
+    /// Always `None`: pages that a store does not bring are missing, and `length` does not count them.
+    #[getter]
+    #[expect(clippy::unused_self, reason = "as other work in flight has it")]
+    const fn error(&self) -> Option<PyErr> {
+        None
+    }
+
     fn __repr__(&self) -> String {
         let state = if self.fetch.is_over() { "over" } else { "on its way" };
         format!("Fetch(length={}, {state})", self.fetch.len())

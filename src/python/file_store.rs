@@ -366,6 +366,19 @@ impl StoreTransfer {
         wait_in_slices(py, timeout, |slice| self.transfer.wait(slice))
     }
 
+    /// Gives up the pages that are not being read or written yet: they are done soon, and not present. The others go
+    /// on: wait before the memory has another use.
+    fn cancel(&self) {
+        self.transfer.cancel();
+    }
+
+    /// Always `None`: a page that could not be read or written is not `present`, and `FileStore.stats()` counts it.
+    #[getter]
+    #[expect(clippy::unused_self, reason = "as other work in flight has it")]
+    const fn error(&self) -> Option<PyErr> {
+        None
+    }
+
     /// Whether each page is where it was to go: after a `get` in memory, after a `put` in the store. False for pages
     /// that are not done, and for one that another `put` is still writing.
     ///

@@ -18,7 +18,7 @@ use super::debug::Debug;
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
 use super::kv_pool::KvPool;
-use super::{environment, logging, wait_in_slices};
+use super::{environment, logging, poll, wait_in_slices};
 
 /// Host memory below a `PrefixCache`. Loading pages from there with `Lease.load` is faster than computing
 /// them.
@@ -255,6 +255,34 @@ impl Load {
     ///     RuntimeError: If it was cancelled or failed: the lease is as long as before, and the request computes.
     fn query(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(self.load.query(current_stream(py, self.device)?)?)
+    }
+
+    /// Waits until the load is complete, without the GIL. An interrupt ends the wait only.
+    ///
+    /// Args:
+    ///     timeout: Maximum wait in seconds; unlimited by default.
+    ///
+    /// Returns:
+    ///     Whether it is complete.
+    ///
+    /// Raises:
+    ///     ConfigError: If `timeout` is negative or NaN.
+    ///     RuntimeError: As in `query`.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let stream = current_stream(py, self.device)?;
+        wait_in_slices(py, timeout, |slice| poll(slice, || self.load.query(stream)))
+    }
+
+    /// The `RuntimeError` of a load that was cancelled or failed, the `DriverError` of a device that has failed, else
+    /// `None`.
+    ///
+    /// Raises:
+    ///     DriverError: If the current stream is being captured.
+    #[getter]
+    fn error(&self, py: Python<'_>) -> PyResult<Option<PyErr>> {
+        let stream = current_stream(py, self.device)?;
+        Ok(self.load.query(stream).err().map(PyErr::from))
     }
 
     /// Gives up the load unless it is complete: the lease is as long as before, and its slots are free: their

@@ -126,6 +126,22 @@ fn wait_in_slices(
     }
 }
 
+/// Asks again and again, up to `timeout`, whether something is over. Returns whether it is.
+fn poll(timeout: Duration, is_over: impl Fn() -> crate::base::Result<bool>) -> crate::base::Result<bool> {
+    let (start, mut pause) = (Instant::now(), Duration::from_micros(20));
+    loop {
+        if is_over()? {
+            return Ok(true);
+        }
+        let left = timeout.saturating_sub(start.elapsed());
+        if left.is_zero() {
+            return Ok(false);
+        }
+        std::thread::sleep(pause.min(left));
+        pause = (pause * 2).min(Duration::from_millis(1));
+    }
+}
+
 /// Returns the maximum number of threads of one large copy on the CPU.
 #[pyfunction]
 fn get_num_threads() -> usize {

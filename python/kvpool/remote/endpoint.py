@@ -79,6 +79,14 @@ class SlotLease:
         """End the lease before its time. A peer discards all rows that it reads from now on."""
         self._core.end(self._lease)
 
+    def cancel(self) -> None:
+        """End the lease, as other work in flight is cancelled."""
+        self.end()
+
+    @property
+    def error(self) -> None:
+        """Always `None`: a lease that ends before the peer has read the slots is not `returned`."""
+
 
 class Transfer(ABC):
     """A transfer of rows, made by `Peer.read` and `Peer.write`.

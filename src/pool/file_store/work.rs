@@ -66,6 +66,9 @@ impl Worker {
     }
 
     fn get(&mut self, mut work: PageWork) {
+        if work.batch.transfer.is_cancelled() {
+            return;
+        }
         let shared = Arc::clone(&self.shared);
         let Some((held, record)) = HeldSlot::find(&shared, work.key()) else { return };
         let offset = page_offset(held.slot, shared.slot_bytes);
@@ -126,7 +129,8 @@ impl Worker {
         let shared = Arc::clone(&self.shared);
         let taken = slot.map(|slot| Taken { shared: &shared, slot, is_stored: false });
         let pending = PendingPut { shared: &shared, work: &mut work };
-        let Some(mut taken) = taken else {
+        let is_cancelled = pending.work.batch.transfer.is_cancelled();
+        let Some(mut taken) = taken.filter(|_| !is_cancelled) else {
             shared.state().counts.dropped += 1;
             return;
         };
