@@ -3904,7 +3904,7 @@ class _StoreCall:
     """A call of a store. One that is dropped has failed."""
 
     @property
-    def kind(self) -> Literal["find", "read", "write"] | None:
+    def kind(self) -> Literal["find", "touch", "read", "write"] | None:
         """The requested operation: "find", "read" or "write"; `None` once the call is finished."""
     @property
     def keys(self) -> list[bytes]:
