@@ -54,6 +54,7 @@ from kvpool._kvpool import (
     set_num_threads,
 )
 from kvpool.errors import (
+    ArgumentError,
     BackendUnavailableError,
     ConfigError,
     DriverError,
@@ -61,6 +62,8 @@ from kvpool.errors import (
     KvPoolError,
     OutOfMemoryError,
     StaleBufferError,
+    StaleError,
+    StateError,
     WorkspaceExhaustedError,
 )
 from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
     from kvpool.observe.snapshot_file import snapshot
 
 __all__ = [
+    "ArgumentError",
     "BackendUnavailableError",
     "BatchPlan",
     "BatchPlanner",
@@ -108,6 +112,8 @@ __all__ = [
     "ReqToTokenPool",
     "Segment",
     "StaleBufferError",
+    "StaleError",
+    "StateError",
     "Store",
     "StoreTransfer",
     "Stored",

@@ -131,7 +131,7 @@ def set_num_threads(threads: SupportsIndex) -> None:
         threads: The number of threads. 0 means one per CPU, up to 16.
 
     Raises:
-        ConfigError: If `threads` is negative.
+        ArgumentError: If `threads` is negative.
         TypeError: If `threads` is not an int.
     """
 
@@ -151,7 +151,7 @@ def _footprint(shapes: object, size: int, max_reqs: int) -> dict[str, int]:
         max_reqs: The most requests at once.
 
     Raises:
-        ConfigError: If no pool can be that large.
+        ArgumentError: If no pool can be that large.
     """
 
 def _noted() -> int:
@@ -341,7 +341,7 @@ class Pool:
                 GPU or, for host memory, of PyTorch's current GPU; without PyTorch, of the first GPU.
 
         Raises:
-            ConfigError: If the memory does not belong to a pool that a GPU can access, or is host memory and
+            ArgumentError: If the memory does not belong to a pool that a GPU can access, or is host memory and
                 `stream` is omitted; if `stream` is 2.
             DriverError: If the GPU has no such stream.
         """
@@ -357,7 +357,7 @@ class Pool:
             alone holds "evictable" or, with leases, "locked".
 
         Raises:
-            ConfigError: If the pool does not debug.
+            ArgumentError: If the pool does not debug.
             TypeError: If the pool hands nothing out, or is a `Workspace`, which records no owners.
         """
     def _repr_html_(self) -> str:
@@ -530,7 +530,7 @@ class KVPool(Pool):
         Raises:
             IndexError: If a slot or the layer is outside of the pool. Nothing is written. With indices on a
                 GPU, invalid ones are skipped and a later call raises this error.
-            ConfigError: If a shape, device or scale is invalid. Nothing is written.
+            ArgumentError: If a shape, device or scale is invalid. Nothing is written.
             TypeError: If a dtype cannot be converted. Nothing is written.
         """
     def gather_kv(
@@ -554,7 +554,7 @@ class KVPool(Pool):
         Raises:
             IndexError: If a slot or the layer is outside of the pool. With indices on a GPU, the row of an
                 invalid index is zero and a later call raises this error.
-            ConfigError: If `out` has another shape, device or layout.
+            ArgumentError: If `out` has another shape, device or layout.
             TypeError: If `out` has another dtype.
         """
     def move_kv(self, dst_indices: IndicesLike, src_indices: IndicesLike) -> None:
@@ -570,7 +570,7 @@ class KVPool(Pool):
 
         Raises:
             IndexError: If a slot is outside of the pool. Nothing is moved.
-            ConfigError: If the arguments differ in length.
+            ArgumentError: If the arguments differ in length.
         """
     def page_view(self, layer_id: SupportsIndex) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the keys and values of a layer in the layout of paged attention kernels, without a copy.
@@ -715,7 +715,7 @@ class TokenToKVPoolAllocator(Pool):
         otherwise return `None`; and for the GPU, if it is far behind with slots handed out before.
 
         Raises:
-            ConfigError: If `need_size` is negative, or `contiguous` is another string.
+            ArgumentError: If `need_size` is negative, or `contiguous` is another string.
             TypeError: If `need_size` is not an int, or `contiguous` neither a bool nor a string.
             OutOfMemoryError: If tensors that are still alive cover the stage. Nothing is taken.
             DriverError: If a driver call fails, or the stream is being captured. Nothing is taken.
@@ -748,7 +748,7 @@ class TokenToKVPoolAllocator(Pool):
             if there are not enough slots.
 
         Raises:
-            ConfigError: If the arguments differ in length, a length is negative or shrinks, or `last_loc` is
+            ArgumentError: If the arguments differ in length, a length is negative or shrinks, or `last_loc` is
                 not the end of its prefix. If that is found on a GPU, the slots behind it were the padding slot.
             IndexOwnershipError: If the page of `last_loc` is not in use, or two requests would continue the
                 same page.
@@ -767,7 +767,7 @@ class TokenToKVPoolAllocator(Pool):
             A 1-D tensor `[bs]`, or `None` if there are not enough slots.
 
         Raises:
-            ConfigError: As in `alloc_extend`.
+            ArgumentError: As in `alloc_extend`.
             IndexOwnershipError: As in `alloc_extend`.
         """
     def free(
@@ -813,7 +813,7 @@ class TokenToKVPoolAllocator(Pool):
             owner: As in `free`.
 
         Raises:
-            ConfigError: If `start_pos` does not begin a page.
+            ArgumentError: If `start_pos` does not begin a page.
             IndexOwnershipError: As in `free`.
             TypeError: As in `free`.
         """
@@ -832,7 +832,7 @@ class TokenToKVPoolAllocator(Pool):
             owner: As in `free`.
 
         Raises:
-            ConfigError: As in `free_segment`. Nothing is freed.
+            ArgumentError: As in `free_segment`. Nothing is freed.
             IndexOwnershipError: As in `free`.
             TypeError: As in `free`.
         """
@@ -858,7 +858,7 @@ class TokenToKVPoolAllocator(Pool):
             size: As in the constructor.
 
         Raises:
-            ConfigError: As in the constructor. Nothing is changed.
+            ArgumentError: As in the constructor. Nothing is changed.
             OutOfMemoryError: If there is not enough memory. Nothing is changed.
             DriverError: If the stream is being captured. Nothing is changed.
         """
@@ -876,7 +876,7 @@ class TokenToKVPoolAllocator(Pool):
                 stream. It must outlive the allocator.
 
         Raises:
-            ConfigError: If the tensor does not come from this allocator, or `stream` is 2.
+            ArgumentError: If the tensor does not come from this allocator, or `stream` is 2.
             DriverError: If the GPU has no such stream.
         """
     def share(self, indices: IndicesLike, *, owner: str | int | None = None) -> None:
@@ -910,7 +910,7 @@ class TokenToKVPoolAllocator(Pool):
         """Ends a group. The end of the outermost group frees everything collected, as one call.
 
         Raises:
-            ConfigError: If no group is open.
+            StateError: If no group is open.
             IndexOwnershipError: As in `free`. The group is closed, and none of its slots is freed.
         """
     def free_group(self) -> FreeGroup:
@@ -1056,7 +1056,7 @@ class ReqToTokenPool(Pool):
             A list of `n` ints, or `None` if there are not enough rows.
 
         Raises:
-            ConfigError: If `n` is negative.
+            ArgumentError: If `n` is negative.
             DriverError: If the stream is being captured, or rows that an earlier call could not zero cannot be zeroed now.
                 No row is taken.
         """
@@ -1087,7 +1087,7 @@ class ReqToTokenPool(Pool):
         Raises:
             IndexError: If a place is outside of the table. Nothing is written. An invalid place that only the
                 GPU has is skipped, and a later call raises this error.
-            ConfigError: If the number of values is neither 1 nor the number of places.
+            ArgumentError: If the number of values is neither 1 nor the number of places.
             DriverError: If a driver call fails, or the stream is being captured.
         """
     def read(self, row: SupportsIndex, length: SupportsIndex) -> torch.Tensor:
@@ -1112,7 +1112,7 @@ class ReqToTokenPool(Pool):
 
         Raises:
             IndexError: If a row is not in the table, or a request is longer than a row or than `kv_indices`.
-            ConfigError: If a length or device is invalid.
+            ArgumentError: If a length or device is invalid.
             TypeError: If `kv_indices` is not an int32 tensor.
         """
     def mark_modified(self, rows: SupportsIndex | IndicesLike) -> None:
@@ -1239,13 +1239,13 @@ class BatchPlanner:
         otherwise return `None`; and for the values of arguments on a GPU.
 
         Raises:
-            ConfigError: If the arguments differ in length, a length does not follow from the request's
+            ArgumentError: If the arguments differ in length, a length does not follow from the request's
                 current length, a row is listed twice, cached slots do not fill their prefix or their pages,
                 or the batch exceeds the planner's limits.
             IndexError: If a row or a length is outside of the table.
             IndexOwnershipError: If a row is not allocated, a cached slot is not in use, or the page that a
                 request continues was freed by another owner.
-            StaleBufferError: If the allocator was cleared or resized since a request, which is not extended from
+            StaleError: If the allocator was cleared or resized since a request, which is not extended from
                 0, took its slots.
             DriverError: If a driver call fails, or the stream is being captured.
         """
@@ -1276,11 +1276,11 @@ class BatchPlanner:
             A `BatchPlan`, or `None` if there are not enough slots.
 
         Raises:
-            ConfigError: As in `extend`; also if the batch exceeds every size of `pad_to`, or the table has no
+            ArgumentError: As in `extend`; also if the batch exceeds every size of `pad_to`, or the table has no
                 padding row.
             IndexError: As in `extend`.
             IndexOwnershipError: As in `extend`.
-            StaleBufferError: If the allocator was cleared or resized since a request took its slots.
+            StaleError: If the allocator was cleared or resized since a request took its slots.
             DriverError: As in `extend`.
         """
     def truncate(
@@ -1300,13 +1300,13 @@ class BatchPlanner:
                 returns true.
 
         Raises:
-            ConfigError: If a request has fewer tokens, or a row is listed twice. Nothing is changed.
+            ArgumentError: If a request has fewer tokens, or a row is listed twice. Nothing is changed.
             IndexError: If a row is outside of the table.
             IndexOwnershipError: If a row is not allocated, or a request would end inside a page that has
                 another owner (possibly one behind a fence), which later tokens would overwrite; nothing is
                 changed. Also if the allocator is strict and a slot of the planner was freed by another owner;
                 all others are freed.
-            StaleBufferError: As in `decode`.
+            StaleError: As in `decode`.
         """
     def finish(
         self,
@@ -1326,7 +1326,7 @@ class BatchPlanner:
                 locked, until its `query()` returns true.
 
         Raises:
-            ConfigError: If a length differs from the request's, or a row is listed twice. Nothing is changed.
+            ArgumentError: If a length differs from the request's, or a row is listed twice. Nothing is changed.
             IndexError: If a row is outside of the table.
             IndexOwnershipError: If a row is not allocated; nothing is changed. Also if the allocator is
                 strict and a slot of the planner was freed by another owner; everything else is freed.
@@ -1349,10 +1349,10 @@ class BatchPlanner:
             is nothing to copy (always for pages of one slot); or `None` if there is no free page.
 
         Raises:
-            ConfigError: If `src` has fewer tokens, `dst` is not empty, or they are the same row.
+            ArgumentError: If `src` has fewer tokens, `dst` is not empty, or they are the same row.
             IndexError: If a row is outside of the table.
             IndexOwnershipError: If a row is not allocated, or a page of `src` was freed by another owner.
-            StaleBufferError: If the allocator was cleared or resized since `src` took its slots.
+            StaleError: If the allocator was cleared or resized since `src` took its slots.
             DriverError: If a driver call fails, or the stream is being captured.
         """
     def seq_len(self, req_pool_idx: SupportsIndex) -> int:
@@ -1373,7 +1373,7 @@ class BatchPlan:
 
     The tensors are int32 (`slot_mapping`: int64) views of the planner's memory, on its device and at the same
     addresses in every plan. They are valid on the stream that was current in the planning call. The next plan
-    of the planner overwrites them, and getters of this plan then raise `StaleBufferError`. `B` is the padded
+    of the planner overwrites them, and getters of this plan then raise `StaleError`. `B` is the padded
     number of requests, `T` the padded number of new tokens.
     """
 
@@ -1446,7 +1446,7 @@ class HostPlan:
     """The arrays of a `BatchPlan` in host memory: read-only NumPy arrays over the planner's memory, which the
     next plan overwrites.
 
-    On a GPU `kv_indices` and `block_table` are built on access, which raises `StaleBufferError` after
+    On a GPU `kv_indices` and `block_table` are built on access, which raises `StaleError` after
     `truncate`, `finish` or `fork`. Without NumPy the arrays are `kvpool.Tensor`s.
     """
 
@@ -1617,7 +1617,7 @@ class GDNPool(Pool):
             IndexError: If a slot is outside of the pool. Nothing is copied.
             IndexOwnershipError: If a slot of `dst` has a snapshot of a prefix cache. Nothing is copied. Tensors
                 on a GPU are not checked for it.
-            ConfigError: If `src` and `dst` differ in length.
+            ArgumentError: If `src` and `dst` differ in length.
         """
     def alloc_track_slot(self, *, owner: str | int | None = None) -> int | None:
         """Takes the track slot that has been free longest, or returns `None`. Its states are unchanged."""
@@ -1708,7 +1708,7 @@ class HybridTree:
             namespace: See the class.
 
         Raises:
-            ConfigError: If `start` and `end` are not within the tokens.
+            ArgumentError: If `start` and `end` are not within the tokens.
         """
     def peek(
         self,
@@ -1727,7 +1727,7 @@ class HybridTree:
             namespace: As in `match`.
 
         Raises:
-            ConfigError: As in `match`.
+            ArgumentError: As in `match`.
         """
     def insert(
         self,
@@ -1763,7 +1763,7 @@ class HybridTree:
             branch: The number of tokens at which the request branches off from a window.
 
         Raises:
-            ConfigError: As in `match`; if there are fewer slots than tokens, a slot is outside of [0, 2**31),
+            ArgumentError: As in `match`; if there are fewer slots than tokens, a slot is outside of [0, 2**31),
                 another insertion is in progress, or the state is missing.
         """
     def advance(
@@ -1784,8 +1784,9 @@ class HybridTree:
             namespace: As in `match`.
 
         Raises:
-            ConfigError: If no insertion is in progress, it has failed, the node that it has reached was
-                evicted since, or it began with other tokens or in another namespace.
+            ArgumentError: If it began with other tokens or in another namespace.
+            StaleError: If the node that it has reached was evicted since.
+            StateError: If no insertion is in progress, or it has failed.
         """
     def is_inserting(
         self,
@@ -1891,7 +1892,7 @@ class HybridTree:
         """Begins to evict values of a part, `wanted` of them.
 
         Raises:
-            ConfigError: If an eviction of the part is in progress.
+            StateError: If an eviction of the part is in progress.
         """
     def next_victim(
         self,
@@ -1906,7 +1907,7 @@ class HybridTree:
             evicted: Values of the part that were evicted until now.
 
         Raises:
-            ConfigError: If no eviction of the part has begun.
+            StateError: If no eviction of the part has begun.
         """
     def evict_leaf(
         self,
@@ -1925,7 +1926,7 @@ class HybridTree:
         """Ends an eviction.
 
         Raises:
-            ConfigError: If no eviction of the part has begun.
+            StateError: If no eviction of the part has begun.
         """
     def evict(
         self,
@@ -1962,7 +1963,7 @@ class HybridTree:
 
         Raises:
             KeyError: If the node no longer exists.
-            ConfigError: If the size would become negative.
+            ArgumentError: If the size would become negative.
         """
     def value(
         self,
@@ -1984,7 +1985,7 @@ class HybridTree:
 
         Raises:
             KeyError: If the node no longer exists.
-            ConfigError: If the part is 0 or nodes do not have it, the node has a value, or the length is wrong.
+            ArgumentError: If the part is 0 or nodes do not have it, the node has a value, or the length is wrong.
         """
     def hash_at(
         self,
@@ -2013,7 +2014,7 @@ class HybridTree:
 
         Raises:
             KeyError: If the node no longer exists.
-            ConfigError: If there are not as many hashes as pages, or no node begins at `start`. Nothing is
+            ArgumentError: If there are not as many hashes as pages, or no node begins at `start`. Nothing is
                 changed.
         """
     def window_gaps(
@@ -2038,7 +2039,7 @@ class HybridTree:
         """Gives tokens from `begin` on, which are there without a window, the windows `values`.
 
         Raises:
-            ConfigError: If they are no whole pages, or some of them are not there or have a window. Nothing is
+            ArgumentError: If they are no whole pages, or some of them are not there or have a window. Nothing is
                 changed.
         """
     def by_common_prefix(
@@ -2283,7 +2284,7 @@ class PrefixCache(Pool):
     Raises:
         ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], the pools are on different devices,
             the tier is for other pools or belongs to another cache, or only one of a store and `model` is given.
-        RuntimeError: If the store is closed.
+        StateError: If the store is closed.
         TypeError: If `tiers` has something else.
     """
 
@@ -2336,7 +2337,7 @@ class PrefixCache(Pool):
                 Without a store, ranks that make the same calls agree anyway.
 
         Raises:
-            ConfigError: If a token is outside of [0, 2**31), `limit` is negative, or `agree` returns less than the
+            ArgumentError: If a token is outside of [0, 2**31), `limit` is negative, or `agree` returns less than the
                 device has or more than this rank has. What `agree` raises.
             TypeError: If `tokens` are not ints, or `namespace` is of another type.
         """
@@ -2360,7 +2361,7 @@ class PrefixCache(Pool):
             A `Fetch`; without a store it is over at once.
 
         Raises:
-            ConfigError: As in `match`.
+            ArgumentError: As in `match`.
             OutOfMemoryError: If no thread can be started.
             TypeError: As in `match`.
         """
@@ -2374,14 +2375,14 @@ class PrefixCache(Pool):
             namespace: As in `match`.
 
         Raises:
-            ConfigError: As in `match` and `Lease.publish`.
+            ArgumentError: As in `match` and `Lease.publish`.
             IndexOwnershipError: As in `Lease.publish`.
         """
     def evict(self, tokens: SupportsIndex) -> int:
         """Evicts at least `tokens` tokens, or all that are evictable, and returns how many slots became free.
 
         Raises:
-            ConfigError: If `tokens` is negative.
+            ArgumentError: If `tokens` is negative.
         """
     def wait_written(self, timeout: float | None = None) -> bool:
         """Waits, without the GIL, until all copies of pages to host memory, and from there to a store, are
@@ -2394,7 +2395,7 @@ class PrefixCache(Pool):
             Whether all copies completed within the time.
 
         Raises:
-            ConfigError: If `timeout` is negative.
+            ArgumentError: If `timeout` is negative.
             DriverError: If the device has failed.
         """
     def clear(self, namespace: Namespace = None) -> None:
@@ -2411,9 +2412,9 @@ class PrefixCache(Pool):
             priority: 0 to 254.
 
         Raises:
-            ConfigError: If more than the share `max_pinned` of the capacity would be retained, an argument is
-                negative, the prefix was cleared, or the lease is of another cache.
-            StaleBufferError: If the lease was released.
+            ArgumentError: If an argument is negative, or the lease is of another cache.
+            StaleError: If the lease was released, or the prefix was cleared.
+            StateError: If more than the share `max_pinned` of the capacity would be retained.
         """
     def cached_len(self, tokens: IndicesLike, *, namespace: Namespace = None) -> int:
         """Returns the tokens of the longest cached prefix, in whole pages, without a lease and without refreshing
@@ -2437,7 +2438,7 @@ class PrefixCache(Pool):
             A list of `Segment`, which together cover the prompt, in order.
 
         Raises:
-            ConfigError: As in `match`.
+            ArgumentError: As in `match`.
             TypeError: As in `match`.
         """
     def events(self) -> list[Stored | Removed | Cleared]:
@@ -2446,7 +2447,7 @@ class PrefixCache(Pool):
         gets `Cleared` and must start over.
 
         Raises:
-            ConfigError: If the cache was made without `events=True`.
+            StateError: If the cache was made without `events=True`.
         """
     def cached_size(self) -> int:
         """Returns the number of cached tokens."""
@@ -2485,7 +2486,7 @@ class Lease:
         """Tokens of the prefix, in whole pages.
 
         Raises:
-            StaleBufferError: If the lease was released, or the allocator was cleared.
+            StaleError: If the lease was released, or the allocator was cleared.
         """
     @property
     def kv_length(self) -> int:
@@ -2494,7 +2495,7 @@ class Lease:
         this one there: end a chunk of the prefill there, and publish it with its state.
 
         Raises:
-            StaleBufferError: If the lease was released, or the allocator was cleared.
+            StaleError: If the lease was released, or the allocator was cleared.
         """
     def __len__(self) -> int:
         """Return len(self)."""
@@ -2504,14 +2505,14 @@ class Lease:
         after a load or a publication.
 
         Raises:
-            StaleBufferError: If the lease was released, or the allocator was cleared.
+            StaleError: If the lease was released, or the allocator was cleared.
         """
     @property
     def slots(self) -> torch.Tensor:
         """The slots of the prefix: 1-D `[length]` in the allocator's `index_dtype`, on its device, made by each access.
 
         Raises:
-            StaleBufferError: If the lease was released, or the allocator was cleared.
+            StaleError: If the lease was released, or the allocator was cleared.
         """
     @property
     def state_slot(self) -> int | None:
@@ -2519,7 +2520,7 @@ class Lease:
         without states. The cache owns it: `GDNPool` does not free it, and does not write it.
 
         Raises:
-            StaleBufferError: If the lease was released, or the allocator was cleared.
+            StaleError: If the lease was released, or the allocator was cleared.
         """
     @property
     def namespace(self) -> Namespace:
@@ -2557,12 +2558,13 @@ class Lease:
         Nothing is changed if the call raises, except that another snapshot may have been given up for the state.
 
         Raises:
-            ConfigError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+            ArgumentError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
             DriverError: If the state cannot be copied.
             IndexError: If `state` is no working slot.
             IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
                 page.
-            StaleBufferError: If the lease was released, or the allocator was cleared.
+            StaleError: If the lease was released, or the allocator was cleared.
+            StateError: If a load of the lease is not over, or a state is given and the cache was made without states.
         """
     def finish(
         self,
@@ -2581,9 +2583,10 @@ class Lease:
                 `BatchPlanner.finish` does: it frees the other slots and the row.
 
         Raises:
-            ConfigError: As in `publish`; also if a planner has the lease and `row` is not given.
+            ArgumentError: As in `publish`; also if a planner has the lease and `row` is not given.
             IndexOwnershipError: As in `publish`, and with `row` as in `BatchPlanner.finish`.
-            StaleBufferError: As in `publish`.
+            StaleError: As in `publish`.
+            StateError: As in `publish`.
         """
     def load(self, *, limit: SupportsIndex | None = None) -> Load | None:
         """Loads the pages that the tiers below the device have after the prefix. The lease has their slots from
@@ -2601,18 +2604,19 @@ class Lease:
             A `Load`, or `None` if there are not enough slots, or no track slot for the state.
 
         Raises:
-            ConfigError: If `limit` is negative, a planner has the lease, or it is loading already.
+            ArgumentError: If `limit` is negative.
             DriverError: If a copy cannot be enqueued, as while the current stream is being captured.
-            StaleBufferError: If the lease was released, or the allocator was cleared.
+            StaleError: If the lease was released, or the allocator was cleared.
+            StateError: If a planner has the lease, or it is loading already.
         """
     def restore(self, row: SupportsIndex) -> None:
         """Copies the state at the end of the prefix to a working slot of the cache's states, or resets that for a
         prefix without tokens. Enqueued on the current stream.
 
         Raises:
-            ConfigError: If the cache was made without states, or the prefix has tokens and no snapshot.
+            StateError: If the cache was made without states, or the prefix has tokens and no snapshot.
             IndexError: If `row` is no working slot.
-            StaleBufferError: If the lease was released, or the allocator was cleared.
+            StaleError: If the lease was released, or the allocator was cleared.
         """
     def release(self) -> None:
         """Ends the lease. Does nothing if it has ended. A planner that has the lease keeps the prefix until the
@@ -2687,7 +2691,7 @@ class PrefixTree:
             limit: Maximum length in tokens.
 
         Raises:
-            ConfigError: If a token is outside of [0, 2**31), or `limit` is negative.
+            ArgumentError: If a token is outside of [0, 2**31), or `limit` is negative.
             TypeError: If `tokens` are not ints, or `namespace` is of another type.
         """
     def insert(
@@ -2702,22 +2706,22 @@ class PrefixTree:
             namespace: As in `match`.
 
         Raises:
-            ConfigError: If a token or slot is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+            ArgumentError: If a token or slot is outside of [0, 2**31), or `tokens` and `slots` differ in length.
             IndexOwnershipError: If a slot is listed twice, or cached with other tokens. Nothing is changed.
-            StaleBufferError: If another thread clears the allocator meanwhile. Nothing is changed.
+            StaleError: If another thread clears the allocator meanwhile. Nothing is changed.
             TypeError: As in `match`.
         """
     def lock(self, node: SupportsIndex) -> None:
         """Keeps a node and its ancestors from being evicted. Locks of a node are counted.
 
         Raises:
-            StaleBufferError: If the node was evicted.
+            StaleError: If the node was evicted.
         """
     def unlock(self, node: SupportsIndex) -> None:
         """Undoes one `lock` of a node.
 
         Raises:
-            StaleBufferError: If the node was evicted.
+            StaleError: If the node was evicted.
             IndexOwnershipError: If the node has no lock. Nothing is changed.
         """
     def evict(self, tokens: SupportsIndex) -> TreeEviction:
@@ -2725,7 +2729,7 @@ class PrefixTree:
         evictable. Their slots are freed at once, in one call.
 
         Raises:
-            ConfigError: If `tokens` is negative.
+            ArgumentError: If `tokens` is negative.
         """
     def clear(self) -> TreeEviction:
         """Gives up every node, locked or not, and frees the slots."""
@@ -2738,14 +2742,14 @@ class PrefixTree:
             start: The position of the first slot.
 
         Raises:
-            StaleBufferError: If the node was evicted.
-            ConfigError: If `start` is negative.
+            StaleError: If the node was evicted.
+            ArgumentError: If `start` is negative.
         """
     def node(self, node: SupportsIndex) -> TreeNode:
         """Describes a node as it is now. This is a call for debugging, because it looks at every node.
 
         Raises:
-            StaleBufferError: If the node was evicted.
+            StaleError: If the node was evicted.
         """
     @property
     def root(self) -> int:
@@ -3101,7 +3105,7 @@ class ChunkPool(Pool):
             A list of `Chunk`, or `None` if there are not enough.
 
         Raises:
-            ConfigError: If `n` is negative.
+            ArgumentError: If `n` is negative.
         """
     def free(self, chunk: Chunk, *, owner: str | int | None = None) -> None:
         """Frees a chunk to which the caller has the only reference.
@@ -3121,7 +3125,7 @@ class ChunkPool(Pool):
             Whether page-locking has ended.
 
         Raises:
-            ConfigError: If `timeout` is negative or NaN.
+            ArgumentError: If `timeout` is negative or NaN.
             DriverError: In a forked child, where page-locking never ends.
         """
     def stats(self) -> ChunkStats:
@@ -3156,8 +3160,8 @@ class Chunk:
             shape: Shape of at most as many elements as a chunk has. Defaults to `chunk_shape`.
 
         Raises:
-            ConfigError: If `shape` does not fit the chunk.
-            StaleBufferError: If the chunk was freed.
+            ArgumentError: If `shape` does not fit the chunk.
+            StaleError: If the chunk was freed.
         """
     def retain(self) -> Chunk:
         """Adds a reference.
@@ -3166,7 +3170,7 @@ class Chunk:
             The chunk itself.
 
         Raises:
-            StaleBufferError: If the chunk was freed.
+            StaleError: If the chunk was freed.
         """
     def release(self) -> None:
         """Drops a reference. Dropping the last one frees the chunk as soon as its copies are complete.
@@ -3190,18 +3194,18 @@ class Chunk:
             A `ChunkCopy`: `query` and `wait` say when the copy is complete.
 
         Raises:
-            ConfigError: If `tensor` has more elements than the chunk, or `stream` is one of another GPU or 2.
+            ArgumentError: If `tensor` has more elements than the chunk, or `stream` is one of another GPU or 2.
             TypeError: If `tensor` has another dtype.
-            StaleBufferError: If the chunk was freed.
+            StaleError: If the chunk was freed.
         """
     def copy_to(self, tensor: TensorLike, stream: StreamLike | None = None) -> ChunkCopy:
         """Copies the beginning of the chunk to the elements of `tensor`, in order. Otherwise like `copy_from`.
 
         Raises:
-            ConfigError: If `tensor` has more elements than the chunk, is read-only, or overlaps itself, or `stream` is
+            ArgumentError: If `tensor` has more elements than the chunk, is read-only, or overlaps itself, or `stream` is
                 one of another GPU or 2.
             TypeError: If `tensor` has another dtype.
-            StaleBufferError: If the chunk was freed.
+            StaleError: If the chunk was freed.
         """
     def __enter__(self) -> Chunk: ...
     def __exit__(self, *_exception: object) -> None: ...
@@ -3226,7 +3230,7 @@ class ChunkCopy:
             Whether the copy is complete.
 
         Raises:
-            ConfigError: If `timeout` is negative or NaN.
+            ArgumentError: If `timeout` is negative or NaN.
             DriverError: As in `query`.
         """
     def cancel(self) -> None:
@@ -3299,7 +3303,7 @@ class BufferPool(Pool):
             A `Buffer`. New memory is zeroed; reused memory has its last contents.
 
         Raises:
-            ConfigError: If an extent is negative or the bytes overflow.
+            ArgumentError: If an extent is negative or the bytes overflow.
             TypeError: If the dtype is not supported.
             OutOfMemoryError: If there is not enough memory even after the free buffers were deallocated.
             DriverError: If a driver call fails, or a new buffer is needed while the current stream is
@@ -3329,11 +3333,11 @@ class BufferPool(Pool):
         """Gives a buffer back.
 
         Raises:
-            StaleBufferError: If the buffer was already given back. Nothing is changed.
+            StaleError: If the buffer was already given back. Nothing is changed.
             IndexOwnershipError: If the buffer belongs to another pool.
         """
     def reset(self) -> None:
-        """Gives every buffer in use back. Using one of them afterwards raises `StaleBufferError`. The same
+        """Gives every buffer in use back. Using one of them afterwards raises `StaleError`. The same
         sequence of `alloc` calls then gets the same memory.
         """
     def step(self) -> BufferStep:
@@ -3378,7 +3382,7 @@ class Buffer:
         If you keep the tensor after the buffer was given back, it shows what the next owner writes.
 
         Raises:
-            StaleBufferError: If the buffer was given back.
+            StaleError: If the buffer was given back.
         """
     @property
     def nbytes(self) -> int:
@@ -3390,7 +3394,7 @@ class Buffer:
         """Gives the buffer back.
 
         Raises:
-            StaleBufferError: If the buffer was already given back. Nothing is changed.
+            StaleError: If the buffer was already given back. Nothing is changed.
         """
     def __enter__(self) -> Buffer: ...
     def __exit__(self, *_exception: object) -> None: ...
@@ -3440,9 +3444,9 @@ class _Workspace(Pool):
 
         Raises:
             WorkspaceExhaustedError: If the tensor does not fit the arena.
-            ConfigError: If an extent is negative, or the size in bytes overflows.
+            ArgumentError: If an extent is negative, or the size in bytes overflows.
             TypeError: If the dtype is not supported.
-            RuntimeError: If another thread uses the workspace, or the workspace is closed.
+            StateError: If another thread uses the workspace, or the workspace is closed.
         """
     def zeros(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> torch.Tensor:
         """Returns a tensor like `empty`, filled with zeros."""
@@ -3546,7 +3550,7 @@ class HostTier(Pool):
             Whether it has ended within the time.
 
         Raises:
-            ConfigError: If `timeout` is negative.
+            ArgumentError: If `timeout` is negative.
             DriverError: In a forked child.
         """
     def clear(self) -> None:
@@ -3578,14 +3582,14 @@ class Load:
         Raises:
             DriverError: If the current stream is being captured.
             IndexError: If there is no such layer.
-            RuntimeError: If the load was cancelled or failed before it.
+            StateError: If the load was cancelled or failed before it.
         """
     def query(self) -> bool:
         """Returns whether the load is complete. When that is known, by this call or by `wait_layer` of the last layer,
         other requests find the pages, too. Does not wait.
 
         Raises:
-            RuntimeError: If it was cancelled or failed: the lease is as long as before, and the request computes.
+            StateError: If it was cancelled or failed: the lease is as long as before, and the request computes.
         """
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the load is complete, without the GIL. An interrupt ends the wait only.
@@ -3597,12 +3601,12 @@ class Load:
             Whether it is complete.
 
         Raises:
-            ConfigError: If `timeout` is negative or NaN.
-            RuntimeError: As in `query`.
+            ArgumentError: If `timeout` is negative or NaN.
+            StateError: As in `query`.
         """
     @property
     def error(self) -> Exception | None:
-        """The `RuntimeError` of a load that was cancelled or failed, the `DriverError` of a device that has failed, else
+        """The `StateError` of a load that was cancelled or failed, the `DriverError` of a device that has failed, else
         `None`.
 
         Raises:
@@ -3613,7 +3617,7 @@ class Load:
         next owner comes after the copies. Does nothing if the load is complete, or the lease was released.
 
         Raises:
-            ConfigError: If a planner has the lease: its request uses the slots.
+            StateError: If a planner has the lease: its request uses the slots.
         """
 
 @final
@@ -3685,9 +3689,9 @@ class FileStore:
                 however often one asks.
 
         Raises:
-            ConfigError: If a key does not have 32 bytes.
+            ArgumentError: If a key does not have 32 bytes.
             TypeError: If `keys` is something else.
-            RuntimeError: If the store is closed, or belongs to the process that this one was forked from.
+            StateError: If the store is closed, or belongs to the process that this one was forked from.
         """
     def find(self, keys: KeysLike) -> list[bool]:
         """Returns for each key whether its page is in the store. Reads no file, and records no use.
@@ -3696,7 +3700,7 @@ class FileStore:
             keys: As in `exists`.
 
         Raises:
-            RuntimeError: As in `exists`.
+            StateError: As in `exists`.
         """
     def touch(self, keys: KeysLike) -> list[bool]:
         """Records a use of pages that are in the store or being put, as `get` does. Reads no file.
@@ -3708,7 +3712,7 @@ class FileStore:
             What `find` returns.
 
         Raises:
-            RuntimeError: As in `exists`.
+            StateError: As in `exists`.
         """
     def get(self, keys: KeysLike, pages: TensorLike, *, rows: IndicesLike | None = None) -> StoreTransfer:
         """Reads pages. Returns at once.
@@ -3726,10 +3730,10 @@ class FileStore:
             A `StoreTransfer`.
 
         Raises:
-            ConfigError: If the numbers of keys and pages differ, or the pages have another size, are not contiguous,
+            ArgumentError: If the numbers of keys and pages differ, or the pages have another size, are not contiguous,
                 overlap, are read-only, or are not in host memory.
             IndexError: If there is no such row.
-            RuntimeError: As in `exists`.
+            StateError: As in `exists`.
         """
     def put(
         self,
@@ -3758,9 +3762,9 @@ class FileStore:
             A `StoreTransfer`.
 
         Raises:
-            ConfigError: As in `get`; or if `parent` does not have 0 or 32 bytes.
+            ArgumentError: As in `get`; or if `parent` does not have 0 or 32 bytes.
             IndexError: As in `get`.
-            RuntimeError: As in `exists`.
+            StateError: As in `exists`.
         """
     def remove(self, keys: KeysLike) -> int:
         """Removes pages, also for later processes. Those that are still being put are stored nevertheless. Writes to the
@@ -3773,7 +3777,7 @@ class FileStore:
             How many were there.
 
         Raises:
-            RuntimeError: As in `exists`.
+            StateError: As in `exists`.
         """
     def clear(self) -> int:
         """Removes all pages. Otherwise like `remove`."""
@@ -3782,7 +3786,7 @@ class FileStore:
         be called again, also after an interrupt.
 
         Raises:
-            RuntimeError: If the store belongs to the process that this one was forked from.
+            StateError: If the store belongs to the process that this one was forked from.
         """
     def stats(self) -> StoreStats:
         """Returns the statistics: `pages`, `capacity` and `queued` (to be written) in pages; `bytes` of pages; and since
@@ -3790,7 +3794,7 @@ class FileStore:
         `dropped` pages of `put` (for which there was no room), `errors` of the system, `read_bytes` and `written_bytes`.
 
         Raises:
-            RuntimeError: If the store belongs to the process that this one was forked from.
+            StateError: If the store belongs to the process that this one was forked from.
         """
     def __len__(self) -> int:
         """Return len(self)."""
@@ -3807,7 +3811,7 @@ class StoreTransfer:
         """Returns whether all pages are done. Does not wait.
 
         Raises:
-            RuntimeError: If it belongs to the process that this one was forked from.
+            StateError: If it belongs to the process that this one was forked from.
         """
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until all pages are done, without the GIL. An interrupt ends the wait only.
@@ -3819,8 +3823,8 @@ class StoreTransfer:
             Whether all pages are done.
 
         Raises:
-            ConfigError: If `timeout` is negative or NaN.
-            RuntimeError: As in `query`.
+            ArgumentError: If `timeout` is negative or NaN.
+            StateError: As in `query`.
         """
     def cancel(self) -> None:
         """Gives up the pages that are not being read or written yet: they are done soon, and not present. The others go
@@ -3835,14 +3839,14 @@ class StoreTransfer:
         that are not done, and for one that another `put` is still writing.
 
         Raises:
-            RuntimeError: As in `query`.
+            StateError: As in `query`.
         """
     @property
     def leading(self) -> int:
         """The number of present pages before the first that is not: the part of a prefix that can be used.
 
         Raises:
-            RuntimeError: As in `query`.
+            StateError: As in `query`.
         """
 
 @final
@@ -3869,7 +3873,7 @@ class Fetch:
             Whether the fetch is over.
 
         Raises:
-            ConfigError: If `timeout` is negative or NaN.
+            ArgumentError: If `timeout` is negative or NaN.
         """
     def cancel(self) -> None:
         """Stops fetching. Pages that have arrived stay."""
@@ -3886,7 +3890,7 @@ class _StoreQueue:
         """Returns the next call of `find` or `read`, or `None` after a while without one. Waits without the GIL.
 
         Raises:
-            RuntimeError: Once it is closed, and in the child of a fork.
+            StateError: Once it is closed, and in the child of a fork.
         """
     def next_write(self) -> _StoreCall | None:
         """Returns the next call of `write`. Otherwise like `next_read`."""
@@ -3894,7 +3898,7 @@ class _StoreQueue:
         """Rejects further calls, and waits, without the GIL, until the earlier ones are answered.
 
         Raises:
-            RuntimeError: In the child of a fork.
+            StateError: In the child of a fork.
         """
     def abandon(self) -> None:
         """Rejects further calls, and drops those that are not being answered."""
@@ -3956,7 +3960,7 @@ class AddressSpace:
             Where it begins. `None` if no gap is long enough.
 
         Raises:
-            ConfigError: If `size` is below 1.
+            ArgumentError: If `size` is below 1.
         """
     def take_many(self, size: SupportsIndex, count: SupportsIndex) -> list[int] | None:
         """Takes ranges of one size, or none of them.
@@ -3969,7 +3973,7 @@ class AddressSpace:
             Where they begin, in order. `None` if the gaps do not hold all of them.
 
         Raises:
-            ConfigError: If `size` is below 1, or `count` is negative.
+            ArgumentError: If `size` is below 1, or `count` is negative.
             OutOfMemoryError: If there is not enough memory for the list.
         """
     def give_back_many(self, starts: Iterable[SupportsIndex], size: SupportsIndex) -> None:
@@ -3980,7 +3984,7 @@ class AddressSpace:
             size: Bytes of each.
 
         Raises:
-            ConfigError: If a number is negative, or `size` is 0.
+            ArgumentError: If a number is negative, or `size` is 0.
             IndexOwnershipError: If the space is strict and one of them cannot be freed. Nothing is changed.
         """
     def give_back(self, start: SupportsIndex, size: SupportsIndex) -> None:
@@ -3989,7 +3993,7 @@ class AddressSpace:
         A range with a byte that is not taken is dropped as a whole, counted in `stats`, and reported.
 
         Raises:
-            ConfigError: If a number is negative, or `size` is 0.
+            ArgumentError: If a number is negative, or `size` is 0.
             IndexOwnershipError: If the space is strict and the range cannot be freed. Nothing is changed.
         """
     def grow(self, size: SupportsIndex) -> None:
@@ -3999,13 +4003,13 @@ class AddressSpace:
             size: Bytes, which are rounded up to the alignment.
 
         Raises:
-            ConfigError: If `size` is below 1, or the capacity would be 2**63 or more.
+            ArgumentError: If `size` is below 1, or the capacity would be 2**63 or more.
         """
     def rounded(self, size: SupportsIndex) -> int:
         """Returns `size`, rounded up to the alignment.
 
         Raises:
-            ConfigError: If `size` is negative, or an address cannot name as many bytes.
+            ArgumentError: If `size` is negative, or an address cannot name as many bytes.
         """
     @property
     def capacity(self) -> int:
@@ -4124,7 +4128,7 @@ class BlockQueue:
 
         Raises:
             IndexOwnershipError: If it is of another queue.
-            RuntimeError: If it is not free.
+            StateError: If it is not free.
         """
     def append(self, block: Block) -> None:
         """Adds a block at the end, regardless of its reference count.
@@ -4181,7 +4185,7 @@ class BlockQueue:
             The objects that are not blocks of this queue, unchanged.
 
         Raises:
-            RuntimeError: If a block is neither used nor free. Nothing is changed.
+            StateError: If a block is neither used nor free. Nothing is changed.
         """
     def __len__(self) -> int:
         """Return len(self)."""
@@ -4310,7 +4314,7 @@ class OffloadTable:
             then nothing is evicted.
 
         Raises:
-            RuntimeError: If the request is finished, and has not used one of them before.
+            StateError: If the request is finished, and has not used one of them before.
             TypeError: If a key is not bytes.
         """
     def end_store(self, keys: Iterable[bytes], success: bool = True) -> None:
@@ -4334,8 +4338,8 @@ class OffloadTable:
             Their places.
 
         Raises:
-            StaleBufferError: If a chunk is not here, or is being stored. Nothing is changed.
-            RuntimeError: As in `begin_store`.
+            StaleError: If a chunk is not here, or is being stored. Nothing is changed.
+            StateError: As in `begin_store`.
             TypeError: As in `begin_store`.
         """
     def end_load(self, keys: Iterable[bytes]) -> None:

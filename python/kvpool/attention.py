@@ -49,7 +49,7 @@ class PoolAttention:
 
     Raises:
         ConfigError: If the plan has no block table, or keys and values differ in their number of heads.
-        StaleBufferError: If the planner has made another plan since.
+        StaleError: If the planner has made another plan since.
     """
 
     def __init__(

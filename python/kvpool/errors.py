@@ -21,7 +21,11 @@ class KvPoolError(Exception):
 
 
 class ConfigError(KvPoolError, ValueError):
-    """A value or shape that is not supported."""
+    """A value or shape that is not supported, where an object is made."""
+
+
+class ArgumentError(ConfigError):
+    """A value or shape that is not supported, in another call. Nothing was changed."""
 
 
 class IndexOwnershipError(KvPoolError, ValueError):
@@ -36,8 +40,16 @@ class WorkspaceExhaustedError(KvPoolError, MemoryError):
     """An arena is full: `asked`, and `available` in one piece, are in bytes."""
 
 
-class StaleBufferError(KvPoolError, RuntimeError):
-    """A buffer was used after it was freed."""
+class StaleError(KvPoolError, RuntimeError):
+    """A buffer, lease, node or plan was used after it was freed, cleared or replaced."""
+
+
+StaleBufferError = StaleError
+"""The name of `StaleError` in earlier versions."""
+
+
+class StateError(KvPoolError, RuntimeError):
+    """A call that is not possible now: what it is for is closed, in use elsewhere, or has not begun."""
 
 
 class DriverError(KvPoolError, RuntimeError):
@@ -49,6 +61,7 @@ class BackendUnavailableError(KvPoolError, RuntimeError):
 
 
 __all__ = [
+    "ArgumentError",
     "BackendUnavailableError",
     "ConfigError",
     "DriverError",
@@ -56,5 +69,7 @@ __all__ = [
     "KvPoolError",
     "OutOfMemoryError",
     "StaleBufferError",
+    "StaleError",
+    "StateError",
     "WorkspaceExhaustedError",
 ]

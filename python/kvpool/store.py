@@ -123,7 +123,7 @@ class Store(Closing):
         """Refuse further calls, and wait until the earlier ones are answered.
 
         Raises:
-            RuntimeError: In the child of a fork.
+            StateError: In the child of a fork.
         """
         self._ends.set()
         if threading.current_thread() in self._threads:

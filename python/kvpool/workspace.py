@@ -66,7 +66,7 @@ class Workspace(_Workspace):
 
         Raises:
             WorkspaceExhaustedError: If PyTorch asks for more memory than is left.
-            RuntimeError: If another thread uses the workspace, or it is closed.
+            StateError: If another thread uses the workspace, or it is closed.
             ConfigError: If PyTorch before 2.11 is configured to use expandable segments.
             ModuleNotFoundError: If PyTorch is not installed.
         """
@@ -121,7 +121,7 @@ class Workspace(_Workspace):
             alive.
 
         Raises:
-            RuntimeError: If another thread uses the workspace, within `use()`, or if it is closed.
+            StateError: If another thread uses the workspace, within `use()`, or if it is closed.
         """
         if self._reset():
             return True
@@ -135,7 +135,7 @@ class Workspace(_Workspace):
         """Release the arena. Its memory is freed with its last tensor. Closing it again does nothing.
 
         Raises:
-            RuntimeError: If another thread uses the workspace, or within `use()`.
+            StateError: If another thread uses the workspace, or within `use()`.
         """
         self._close()
         self._forget_mem_pool()

@@ -10,8 +10,10 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// An invalid value or shape (`ConfigError`, a `ValueError`).
+    /// An invalid value or shape in the construction of an object (`ConfigError`, a `ValueError`).
     Config,
+    /// An invalid value or shape in another call (`ArgumentError`, a `ConfigError`).
+    Argument,
     /// An invalid type or dtype (`TypeError`).
     Type,
     /// An index out of bounds (`IndexError`).
@@ -22,26 +24,28 @@ pub enum ErrorKind {
     OutOfMemory,
     /// A full arena (`WorkspaceExhaustedError`, a `MemoryError`).
     WorkspaceExhausted,
-    /// A buffer used after it was freed (`StaleBufferError`, a `RuntimeError`).
-    StaleBuffer,
-    /// A failed driver call (`DriverError`, a `RuntimeError`).
+    /// A buffer, lease or node that was freed or cleared (`StaleError`, a `StateError`).
+    Stale,
+    /// A failed driver call (`DriverError`, a `StateError`).
     Driver,
-    /// A device that is not available (`BackendUnavailableError`, a `RuntimeError`).
+    /// A device that is not available (`BackendUnavailableError`, a `StateError`).
     BackendUnavailable,
-    /// An object that is closed or in use by another thread (`RuntimeError`).
+    /// A call that the state of an object does not allow: it is closed, in use by another thread, or has not begun
+    /// (`StateError`, a `StateError`).
     State,
 }
 
 impl ErrorKind {
     /// Every kind, in the order of declaration.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Config,
+        Self::Argument,
         Self::Type,
         Self::Index,
         Self::IndexOwnership,
         Self::OutOfMemory,
         Self::WorkspaceExhausted,
-        Self::StaleBuffer,
+        Self::Stale,
         Self::Driver,
         Self::BackendUnavailable,
         Self::State,
@@ -143,10 +147,28 @@ impl Error {
         self
     }
 
-    /// Creates an [`ErrorKind::Config`] error.
+    /// Creates an [`ErrorKind::Argument`] error.
     #[must_use]
     pub fn config(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Config, message)
+    }
+
+    /// Creates an [`ErrorKind::Argument`] error.
+    #[must_use]
+    pub fn argument(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Argument, message)
+    }
+
+    /// Creates an [`ErrorKind::State`] error.
+    #[must_use]
+    pub fn state(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::State, message)
+    }
+
+    /// Creates an [`ErrorKind::Stale`] error.
+    #[must_use]
+    pub fn stale(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Stale, message)
     }
 
     /// Creates an [`ErrorKind::Type`] error.

@@ -240,7 +240,7 @@ impl IndexVec {
     /// Converts the values to int32, as index tensors store them.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](super::ErrorKind::Config) with the first value that does not fit int32.
+    /// [`ErrorKind::Argument`](super::ErrorKind::Argument) with the first value that does not fit int32.
     pub fn into_i32(self) -> Result<Vec<i32>> {
         match self {
             Self::I32(values) => Ok(values),
@@ -338,7 +338,8 @@ fn narrowed(values: &[i64]) -> Result<Vec<i32>> {
     let mut narrow = try_with_capacity(values.len())?;
     for &value in values {
         let fits = i32::try_from(value);
-        narrow.push(fits.map_err(|_| Error::config(format!("value {value} does not fit an int32 tensor")))?);
+        narrow
+            .push(fits.map_err(|_| Error::argument(format!("value {value} does not fit an int32 tensor")))?);
     }
     Ok(narrow)
 }

@@ -51,7 +51,7 @@ impl Dims {
         let mut values = [0; MAX_NDIM];
         for (value, &extent) in values.iter_mut().zip(extents) {
             *value = i64::try_from(extent)
-                .map_err(|_| Error::config(format!("shape {extents:?} is too large for a tensor")))?;
+                .map_err(|_| Error::argument(format!("shape {extents:?} is too large for a tensor")))?;
         }
         // Too many extents are reported before an extent that is too large.
         values.get(..extents.len()).map_or_else(|| Self::new(&vec![0; extents.len()]), Self::new)
@@ -72,7 +72,7 @@ impl Dims {
     /// Returns the size in bytes of a contiguous tensor with these extents.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](super::ErrorKind::Config) for a negative extent, or for a size beyond `i64`.
+    /// [`ErrorKind::Argument`](super::ErrorKind::Argument) for a negative extent, or for a size beyond `i64`.
     ///
     /// ```
     /// use kvpool::base::{DType, Dims};
@@ -117,7 +117,7 @@ pub fn contiguous_strides(shape: &Dims) -> Dims {
 /// `what`.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](super::ErrorKind::Config) when the size exceeds `i64`.
+/// [`ErrorKind::Argument`](super::ErrorKind::Argument) when the size exceeds `i64`.
 pub fn bytes_of(what: &str, extents: &[usize], dtype: DType) -> Result<usize> {
     extents
         .iter()
@@ -125,19 +125,19 @@ pub fn bytes_of(what: &str, extents: &[usize], dtype: DType) -> Result<usize> {
         .filter(|&bytes| i64::try_from(bytes).is_ok())
         .ok_or_else(|| {
             let product = extents.iter().map(ToString::to_string).collect::<Vec<_>>().join(" x ");
-            Error::config(format!("{what}: {product} x {dtype} is more bytes than an address can name"))
+            Error::argument(format!("{what}: {product} x {dtype} is more bytes than an address can name"))
         })
 }
 
 #[cold]
 fn too_many_bytes_error(shape: &[i64], dtype: DType) -> Error {
     if shape.iter().any(|&extent| extent < 0) {
-        return Error::config(format!("shape {shape:?} has a negative extent"));
+        return Error::argument(format!("shape {shape:?} has a negative extent"));
     }
-    Error::config(format!("shape {shape:?} of {dtype} is more bytes than an address can name"))
+    Error::argument(format!("shape {shape:?} of {dtype} is more bytes than an address can name"))
 }
 
 #[cold]
 fn too_many_dimensions_error(ndim: usize) -> Error {
-    Error::config(format!("a tensor of {ndim} dimensions; at most {MAX_NDIM} are supported"))
+    Error::argument(format!("a tensor of {ndim} dimensions; at most {MAX_NDIM} are supported"))
 }

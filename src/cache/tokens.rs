@@ -27,7 +27,7 @@ pub trait Tokens: fmt::Debug {
     /// Appends the tokens of `range` to `out`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a number that is not a token id, and an
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a number that is not a token id, and an
     /// error for an element that cannot be read.
     fn read(&self, range: Range<usize>, out: &mut Vec<i32>) -> Result<()>;
 
@@ -41,7 +41,7 @@ pub trait Tokens: fmt::Debug {
 /// Returns the error for `number` at `position`, which is not a token id.
 #[cold]
 pub(crate) fn not_a_token_error(number: i64, position: usize) -> Error {
-    Error::config(format!("token {number} at position {position} is outside [0, 2**31)")).with_index(number)
+    Error::argument(format!("token {number} at position {position} is outside [0, 2**31)")).with_index(number)
 }
 
 /// The number of tokens that are compared at a time: fast to compare as bytes, and still in the processor's

@@ -334,7 +334,7 @@ impl OffloadTable {
     /// request is given, it has used the chunks.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] if a chunk is not in the table or not complete; [`ErrorKind::State`] as for
+    /// [`ErrorKind::Stale`] if a chunk is not in the table or not complete; [`ErrorKind::State`] as for
     /// [`begin_store`](Self::begin_store). Nothing is changed then.
     pub fn begin_load(
         &mut self,
@@ -504,7 +504,7 @@ impl OffloadTable {
 }
 
 fn not_offloaded_error(at: usize, count: usize, what: &str) -> Error {
-    Error::new(ErrorKind::StaleBuffer, format!("chunk {at} of {count} {what}"))
+    Error::stale(format!("chunk {at} of {count} {what}"))
 }
 
 fn expect_unfinished<'a>(
@@ -513,7 +513,7 @@ fn expect_unfinished<'a>(
 ) -> Result<()> {
     let is_new = |chunk: &NamedChunk<'_>| !request.by_key.contains_key(chunk.key);
     if request.is_finished && chunks.into_iter().any(is_new) {
-        return Err(Error::new(ErrorKind::State, "the request is finished: it cannot use further chunks"));
+        return Err(Error::state("the request is finished: it cannot use further chunks"));
     }
     Ok(())
 }

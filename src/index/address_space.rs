@@ -193,12 +193,12 @@ impl AddressSpace {
     /// Adds `bytes` bytes at the end of the space.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if an address does not fit 63 bits; nothing is
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if an address does not fit 63 bits; nothing is
     /// changed then.
     pub fn grow(&mut self, bytes: usize) -> Result<()> {
         let end = self.capacity.checked_add(bytes).filter(|&end| isize::try_from(end).is_ok());
         let Some(end) = end else {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "{} and {bytes} bytes are more than an address can name",
                 self.capacity
             )));

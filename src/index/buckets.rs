@@ -55,7 +55,7 @@ impl Rounding {
     /// Returns the smallest bucket that holds `bytes`, which is at least one byte.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the rounded size overflows.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when the rounded size overflows.
     ///
     /// ```
     /// use kvpool::index::Rounding;
@@ -66,7 +66,7 @@ impl Rounding {
     pub fn bucket(self, bytes: usize) -> Result<Bucket> {
         let bytes = bytes.max(1);
         let too_large =
-            || Error::config(format!("{bytes} bytes, rounded up, are more than an address can name"));
+            || Error::argument(format!("{bytes} bytes, rounded up, are more than an address can name"));
         // The power of two at or below `bytes`, and the number of sizes up to the next one: below four bytes,
         // sizes are whole bytes.
         let below = bytes.ilog2();

@@ -126,7 +126,7 @@ pub(super) fn parse_requests(
     last_loc: LastLoc<'_>,
 ) -> Result<Vec<ExtendedRequest>> {
     if prefix_lens.len() != seq_lens.len() || seq_lens.len() != last_loc.len() {
-        return Err(Error::config(format!(
+        return Err(Error::argument(format!(
             "a batch of {} prefix_lens, {} seq_lens and {} last_loc; the lengths must be equal",
             prefix_lens.len(),
             seq_lens.len(),
@@ -144,7 +144,7 @@ pub(super) fn parse_requests(
                 last_loc: last_loc.of(position),
             },
             _ => {
-                return Err(Error::config(format!(
+                return Err(Error::argument(format!(
                     "request {position} grows from {prefix} to {seq} tokens; needed is 0 <= prefix <= seq <= {}",
                     i32::MAX
                 )));

@@ -79,7 +79,7 @@ impl Fit {
         match name {
             "first_fit" => Ok(Self::First),
             "best_fit" => Ok(Self::Best),
-            _ => Err(Error::config(format!("unknown fit '{name}'; use 'first_fit' or 'best_fit'"))),
+            _ => Err(Error::argument(format!("unknown fit '{name}'; use 'first_fit' or 'best_fit'"))),
         }
     }
 }

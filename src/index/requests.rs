@@ -227,7 +227,7 @@ impl Requests {
     ///
     /// # Errors
     /// [`ErrorKind::Index`] for a row outside of the table, [`ErrorKind::IndexOwnership`] for one that is not
-    /// allocated, [`ErrorKind::Config`] for one that is listed twice.
+    /// allocated, [`ErrorKind::Argument`] for one that is listed twice.
     pub fn resolve_rows(
         &mut self,
         values: &IndexVec,
@@ -245,7 +245,7 @@ impl Requests {
             }
             let request = &mut self.by_row[widen(row.number())];
             if request.batch == self.batches {
-                return Err(Error::config(format!("request row {row} is resolved twice in one batch")));
+                return Err(Error::argument(format!("request row {row} is resolved twice in one batch")));
             }
             request.batch = self.batches;
             let generation = rows.generation(row);
@@ -334,7 +334,7 @@ impl Requests {
         } else {
             format!("grows from {prefix} to {seq} tokens; needed is 0 <= prefix <= seq <= {}", i32::MAX)
         };
-        Error::config(format!("request row {row} at position {position} {text}"))
+        Error::argument(format!("request row {row} at position {position} {text}"))
     }
 
     /// Returns the error for a request that has no tokens because the allocator was cleared.
@@ -346,7 +346,7 @@ impl Requests {
             "the {cleared} tokens of request row {row} at position {position} ended when the allocator was cleared or \
              resized; extend the request from 0 tokens, or finish it"
         );
-        (cleared > 0).then(|| Error::new(ErrorKind::StaleBuffer, text))
+        (cleared > 0).then(|| Error::stale(text))
     }
 
     /// Works like [`Requests::growth_error`], for a decode step to `seq` tokens, of which `width` are new.
@@ -361,7 +361,7 @@ impl Requests {
         if self.lengths(row, prefix, seq).is_none() && seq != len {
             return self.growth_error(request);
         }
-        Error::config(format!(
+        Error::argument(format!(
             "request row {row} at position {position} has {len} tokens with slots; seq_lens are the lengths after \
              the step, which has {width} new tokens of each request: {}, not {seq}",
             len.saturating_add(width)
@@ -372,7 +372,7 @@ impl Requests {
     /// pages.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when it has tokens already, when there are not `prefix` slots, or they do not
+    /// [`ErrorKind::Argument`] when it has tokens already, when there are not `prefix` slots, or they do not
     /// fill pages in order; [`ErrorKind::IndexOwnership`] when one is not live.
     pub fn growth_of_cached(
         &self,
@@ -384,7 +384,7 @@ impl Requests {
         let growth = self.growth_of_new(asked)?;
         let size = self.page_size.slots();
         if cached.len() != widen(growth.prefix) || self.page_size.offset(growth.prefix) != 0 {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "the cached prefix of request row {row} at position {position} has {} slots for a prefix of {prefix} \
                  tokens; the numbers must be equal, in whole pages of {size}",
                 cached.len()
@@ -409,7 +409,7 @@ impl Requests {
             }
             let first = pages.last().map_or(0, |page| i64::from(page.number()) * i64::from(size));
             if first + i64::from(offset) != slot {
-                return Err(Error::config(format!(
+                return Err(Error::argument(format!(
                     "slot {slot} in the cached prefix of request row {row} at position {position} is not number \
                      {offset} of a page of {size}"
                 )));
@@ -424,7 +424,7 @@ impl Requests {
         let Some(growth) = self.lengths(row, prefix, seq) else { return Err(self.growth_error(asked)) };
         let len = self.len(row);
         if len > 0 {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "request row {row} at position {position} has {len} tokens with slots; only a new request takes a \
                  cached prefix, and this one continues with its own lease or none"
             )));
@@ -435,13 +435,13 @@ impl Requests {
     /// Works like [`Requests::growth`], for a new request with a leased prefix of `leased` pages.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when it has tokens already, or the prefix has another length.
+    /// [`ErrorKind::Argument`] when it has tokens already, or the prefix has another length.
     pub fn growth_of_leased(&self, asked: GrowthRequest, leased: usize) -> Result<Growth> {
         let growth = self.growth_of_new(asked)?;
         let tokens = leased * widen(self.page_size.slots());
         if tokens != widen(growth.prefix) {
             let GrowthRequest { position, row, prefix, .. } = asked;
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "the lease of request row {row} at position {position} has {tokens} tokens for a prefix of {prefix}"
             )));
         }
@@ -586,7 +586,7 @@ impl Requests {
     /// Checks that a request can be truncated to `len` tokens.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when it has fewer; [`ErrorKind::IndexOwnership`] when its new last page has
+    /// [`ErrorKind::Argument`] when it has fewer; [`ErrorKind::IndexOwnership`] when its new last page has
     /// another owner too, and slots that would be written again.
     pub fn check_truncate(
         &self,
@@ -600,7 +600,7 @@ impl Requests {
             if let Some(error) = self.cleared_error(position, row) {
                 return Err(error);
             }
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "request row {row} at position {position} has {has} tokens with slots; it cannot be cut to {len}"
             )));
         };

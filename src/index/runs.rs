@@ -150,7 +150,7 @@ pub fn for_each_run(values: &IndexVec, visit: impl FnMut(i64, usize)) {
 /// descriptors.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when a start or a length does not fit int32,
+/// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when a start or a length does not fit int32,
 /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list.
 pub fn ascending_runs(values: &IndexVec) -> Result<Vec<i32>> {
     let mut flat = Vec::new();
@@ -168,7 +168,7 @@ pub fn ascending_runs(values: &IndexVec) -> Result<Vec<i32>> {
     match unfit {
         None => reserved.map(|()| flat),
         Some((start, len)) => {
-            Err(Error::config(format!("the run of {len} from {start} does not fit an int32 tensor")))
+            Err(Error::argument(format!("the run of {len} from {start} does not fit an int32 tensor")))
         }
     }
 }

@@ -277,7 +277,7 @@ impl SlotAllocator {
     /// that only a device has is not checked.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when the slices differ in length, a length is negative or shrinks, or the offset
+    /// [`ErrorKind::Argument`] when the slices differ in length, a length is negative or shrinks, or the offset
     /// of `last_loc` in its page contradicts the prefix; [`ErrorKind::IndexOwnership`] when the page of
     /// `last_loc` is not allocated, or two requests would continue the same page. Nothing is taken.
     pub fn extend<T: IndexNumber>(
@@ -385,7 +385,7 @@ impl SlotAllocator {
         let page = Page::new(page_size.page(request.next_slot()));
         if page_size.offset(request.next_slot()) != page_size.offset(*prefix) {
             let page_size = self.page_size;
-            return Error::config(format!(
+            return Error::argument(format!(
                 "last_loc {last} of request {position} does not end a prefix of {prefix} with page_size {page_size}"
             ));
         }

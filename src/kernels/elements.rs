@@ -24,7 +24,7 @@ pub(crate) enum Element {
 /// Returns the numbers in a tensor in host memory, of any shape and stride, in row-major order.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory,
+/// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when it is not in host memory,
 /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the copy cannot be allocated.
 pub(crate) fn elements(tensor: &BorrowedTensor<'_>) -> Result<Vec<Element>> {
     tensor.check_on(Device::Cpu, "the tensor")?;

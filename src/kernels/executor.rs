@@ -99,7 +99,7 @@ impl Executor {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index outside of its space: it was skipped.
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a value beyond int32.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a value beyond int32.
     pub(crate) fn take_fault(&self) -> Result<()> {
         match self {
             Self::Host(_) => Ok(()),
@@ -135,7 +135,7 @@ impl Executor {
     /// can be enqueued on `stream` until the guard is dropped.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) with both devices.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) with both devices.
     pub(crate) fn use_indices<'a, const N: usize>(
         &self,
         indices: [&'a Indices<'a>; N],
@@ -156,7 +156,7 @@ impl Executor {
     /// a row that occurs twice in a device tensor has undefined contents.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes or devices that do not fit,
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for shapes or devices that do not fit,
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index beyond the rows. Nothing is written
     /// then. Otherwise same as `Executor::take_fault`, which also reports an index of a device tensor
@@ -189,7 +189,7 @@ impl Executor {
     /// and device, for each of two buffers of a layer. Locks `section` shared.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) or
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when an `out` does not fit,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a row that does not exist; nothing is written
     /// then. Otherwise same as `Executor::take_fault`, which also reports an index of a device tensor
@@ -225,9 +225,12 @@ impl Executor {
     /// would be undefined.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths, and for more indices than
-    /// can be transferred to a device at once; [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows
+    /// [`ErrorKind::Argument`] for different lengths, and for more indices than
+    /// can be transferred to a device at once; [`ErrorKind::Index`] for rows
     /// that do not exist. Nothing is copied then. Otherwise same as `Executor::take_fault`.
+    ///
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
+    /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
     pub(crate) fn copy_rows(
         &self,
         rows: &LayerRows,
@@ -242,7 +245,7 @@ impl Executor {
         if dst.len() != src.len() {
             let (dst, src) = (dst.len(), src.len());
             let text = format!("{dst} destinations and {src} sources; the numbers must be equal");
-            return Err(Error::config(text));
+            return Err(Error::argument(text));
         }
         let plan = |space: IndexSpace, dst: &IndexVec, src: &IndexVec| -> Result<_> {
             plan_moves(&space.check(dst)?, &space.check(src)?)
@@ -331,7 +334,7 @@ impl Executor {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for pages, pieces or layers that do not exist,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for pieces of other rows and for a target that
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for pieces of other rows and for a target that
     /// is named twice; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is being
     /// captured. Nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver
     /// call fails: some pages may have been copied. Faults of earlier calls are left to
@@ -381,7 +384,7 @@ impl Executor {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for columns outside of the table,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more rows than can be transferred to a
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for more rows than can be transferred to a
     /// device at once.
     pub(crate) fn zero_columns(
         &self,

@@ -90,12 +90,12 @@ impl<'a> Indices<'a> {
     /// Returns the values, for a pool in host memory.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they are on a device.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when they are on a device.
     pub fn host_values(&self) -> Result<&IndexVec> {
         match self {
             Self::Host(values) => Ok(values),
             Self::Device { tensor, .. } => {
-                Err(Error::config(format!("the index tensor is on {}, the pool on cpu", tensor.device())))
+                Err(Error::argument(format!("the index tensor is on {}, the pool on cpu", tensor.device())))
             }
         }
     }
@@ -160,7 +160,7 @@ pub(crate) fn check_ints(dtype: DType) -> Result<()> {
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it has no integers of 16 bits or more,
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when it is not in host memory,
+/// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when it is not in host memory,
 /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the copy cannot be allocated.
 pub fn read_indices(tensor: &BorrowedTensor<'_>) -> Result<IndexVec> {
     tensor.check_on(Device::Cpu, "the index tensor")?;

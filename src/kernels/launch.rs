@@ -213,11 +213,11 @@ impl Launcher {
                 ))
                 .with_index(value)
             }
-            FaultKind::LastLoc => Error::config(format!(
+            FaultKind::LastLoc => Error::argument(format!(
                 "last_loc {value} of request {position} does not end its prefix; an earlier call was given it in \
                  a tensor on the device, and handed out the padding slot in place of those behind it"
             )),
-            FaultKind::Value => Error::config(format!(
+            FaultKind::Value => Error::argument(format!(
                 "value {value} at position {position} does not fit an int32 tensor; an earlier call was given it \
                  in a tensor on the device, and left it out"
             )),
@@ -365,11 +365,11 @@ impl Launcher {
     /// no row may be both read and written, or written twice: its contents would be undefined.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`] for a row that does not exist, [`ErrorKind::Config`] for more than can be
+    /// [`ErrorKind::Index`] for a row that does not exist, [`ErrorKind::Argument`] for more than can be
     /// transferred at once; a row of a device tensor that does not exist is reported by
     /// [`Launcher::take_fault`].
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
     pub(super) fn copy_rows(
         &self,
@@ -550,11 +550,11 @@ impl Launcher {
     /// of the table: the caller has then checked that `stream` is not being captured.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for more numbers from the host than can be transferred at once;
+    /// [`ErrorKind::Argument`] for more numbers from the host than can be transferred at once;
     /// [`ErrorKind::Driver`] when a driver call fails. Invalid numbers of device tensors are skipped, and
     /// `Executor::take_fault` reports them.
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     pub(crate) fn write_points(
         &self,
@@ -599,10 +599,10 @@ impl Launcher {
     /// which the caller has checked not to be captured.
     ///
     /// # Errors
-    /// [`ErrorKind::Index`] for columns outside of the table, [`ErrorKind::Config`] for more than can be
+    /// [`ErrorKind::Index`] for columns outside of the table, [`ErrorKind::Argument`] for more than can be
     /// transferred at once.
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
     pub(super) fn zero_columns(
         &self,
@@ -641,10 +641,10 @@ impl Launcher {
     /// Works like [`build_kv_indices`](super::table::build_kv_indices), in one launch.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for more numbers from the host than can be transferred at once; invalid numbers
+    /// [`ErrorKind::Argument`] for more numbers from the host than can be transferred at once; invalid numbers
     /// of device tensors are skipped, and `Executor::take_fault` reports them.
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     pub(super) fn kv_indices(
         &self,
         table: &Table<'_>,

@@ -27,9 +27,12 @@ pub enum Direction {
 /// the dimensions before that.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they do not match, or when elements of a target
-/// may overlap; nothing is copied then. [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver
+/// [`ErrorKind::Argument`] when they do not match, or when elements of a target
+/// may overlap; nothing is copied then. [`ErrorKind::Driver`] when a driver
 /// call fails.
+///
+/// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
+/// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
 pub(crate) fn pack(
     packed: &BorrowedTensor<'_>,
     tensor: &BorrowedTensor<'_>,
@@ -41,12 +44,12 @@ pub(crate) fn pack(
         || packed.dtype() != tensor.dtype()
         || !packed.is_contiguous()
     {
-        return Err(Error::config(
+        return Err(Error::argument(
             "packed memory must be contiguous, and have the dtype and the number of elements of the tensor",
         ));
     }
     if direction == Direction::Unpack && may_overlap(tensor) {
-        return Err(Error::config("elements of the tensor overlap, so it cannot be written to"));
+        return Err(Error::argument("elements of the tensor overlap, so it cannot be written to"));
     }
     let runs = Runs::of(tensor);
     let total = tensor.shape().numel() * tensor.dtype().size();

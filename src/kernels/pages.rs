@@ -47,11 +47,13 @@ pub enum HostAccess {
 /// Returns the bytes of one layer of a piece: a page's rows of both kinds.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for pages of no rows and for more bytes than an
+/// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for pages of no rows and for more bytes than an
 /// address can name.
 pub fn layer_bytes(rows: &LayerRows, page_size: usize) -> Result<usize> {
     let [first, second] = page_bytes(rows, page_size)?;
-    first.checked_add(second).ok_or_else(|| Error::config(format!("pages of {page_size} rows are too large")))
+    first
+        .checked_add(second)
+        .ok_or_else(|| Error::argument(format!("pages of {page_size} rows are too large")))
 }
 
 /// Returns the bytes of a piece: a page's rows of both kinds, of every layer.
@@ -76,7 +78,7 @@ pub fn piece_bytes(rows: &LayerRows, page_size: usize) -> Result<usize> {
 /// Returns the bytes of a page in one layer, of each kind.
 fn page_bytes(rows: &LayerRows, page_size: usize) -> Result<[usize; 2]> {
     if page_size == 0 {
-        return Err(Error::config("page_size is 0; a page has at least one row"));
+        return Err(Error::argument("page_size is 0; a page has at least one row"));
     }
     let [first, second] = rows.kinds().map(|buffers| {
         let row_bytes = buffers.first().map_or(0, RowBuffer::row_bytes);
@@ -187,20 +189,20 @@ impl Pieces {
         count: usize,
     ) -> Result<Self> {
         if region.device() != Device::Cpu {
-            return Err(Error::config(format!("pieces are in host memory, not on {}", region.device())));
+            return Err(Error::argument(format!("pieces are in host memory, not on {}", region.device())));
         }
         let pool = rows.all().first().map(RowBuffer::region);
         if pool.is_some_and(|pool| overlap(pool, &region)) {
-            return Err(Error::config("pieces lie in the memory of the pool that they are copied from"));
+            return Err(Error::argument("pieces lie in the memory of the pool that they are copied from"));
         }
         if i32::try_from(count).is_err() {
-            return Err(Error::config(format!("{count} pieces are more than int32 can name")));
+            return Err(Error::argument(format!("{count} pieces are more than int32 can name")));
         }
         let bytes = piece_bytes(rows, page_size)?;
         bytes_of("the pieces", &[count.max(1), stride], DType::U8)?;
         if let Some(before) = count.checked_sub(1) {
             if before > 0 && stride < bytes {
-                return Err(Error::config(format!(
+                return Err(Error::argument(format!(
                     "pieces of {bytes} bytes overlap when they lie {stride} bytes apart"
                 )));
             }
@@ -211,7 +213,7 @@ impl Pieces {
                 if !region.backend().is_some_and(|backend| backend.is_device_accessible()) {
                     let text =
                         format!("{} bytes of pageable memory cannot be reached in place", region.bytes());
-                    return Err(Error::config(text));
+                    return Err(Error::argument(text));
                 }
                 if gpu.uses_host_pointers()? { HostAccess::InPlace } else { HostAccess::Copied }
             }
@@ -375,7 +377,7 @@ impl Pieces {
     fn check_rows(&self, rows: &LayerRows, device: Device) -> Result<()> {
         let of_rows = (rows.layers(), page_bytes(rows, self.page_size)?);
         if of_rows != (self.layers, self.page_bytes) {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "pieces for {} layers with pages of {:?} bytes do not fit {} layers with pages of {:?} bytes",
                 self.layers, self.page_bytes, of_rows.0, of_rows.1
             )));
@@ -383,14 +385,14 @@ impl Pieces {
         for buffer in rows.all() {
             let at = buffer.region().device();
             if [self.device, at] != [device; 2] {
-                return Err(Error::config(format!(
+                return Err(Error::argument(format!(
                     "pages on {at} and pieces for a pool on {} do not fit a pool on {device}",
                     self.device
                 )));
             }
             if buffer.shape()[0] / self.page_size < self.pages {
                 let [rows, ..] = buffer.shape();
-                return Err(Error::config(format!("{rows} rows are fewer than {} pages", self.pages)));
+                return Err(Error::argument(format!("{rows} rows are fewer than {} pages", self.pages)));
             }
         }
         Ok(())
@@ -425,7 +427,7 @@ fn check_unique_targets(noun: &str, indices: &[[i32; 2]]) -> Result<()> {
     match first_not_above(sorted) {
         None => Ok(()),
         Some(twice) => {
-            Err(Error::config(format!("{noun} {twice} is written twice by one copy")).with_index(twice))
+            Err(Error::argument(format!("{noun} {twice} is written twice by one copy")).with_index(twice))
         }
     }
 }

@@ -38,7 +38,7 @@ impl RowBuffer {
         dtype: DType,
     ) -> Result<Self> {
         if i32::try_from(rows).is_err() {
-            return Err(Error::config(format!("{rows} rows are more than int32 indices can name")));
+            return Err(Error::argument(format!("{rows} rows are more than int32 indices can name")));
         }
         region.at(offset, bytes_of("a buffer of rows", &[rows, heads, dim], dtype)?)?;
         Ok(Self { region, offset, rows, heads, dim, dtype })
@@ -199,8 +199,11 @@ impl LayerRows {
 /// the same dtype in host memory.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or [`ErrorKind::Type`](crate::base::ErrorKind::Type)
+/// [`ErrorKind::Argument`] or [`ErrorKind::Type`]
 /// when `out` differs; nothing is written then.
+///
+/// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
+/// [`ErrorKind::Type`]: crate::base::ErrorKind::Type
 pub(super) fn gather_rows(pairs: &[(&RowBuffer, BorrowedTensor<'_>)], rows: &[u32]) -> Result<()> {
     check_targets(pairs, rows.len())?;
     for (buffer, _) in pairs {
@@ -233,7 +236,7 @@ pub(super) fn check_targets(pairs: &[(&RowBuffer, BorrowedTensor<'_>)], count: u
         out.check_on(buffer.region.device(), "out")?;
         let expected = [count, buffer.heads, buffer.dim].map(signed);
         if out.shape().as_slice() != expected || !out.is_contiguous() {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "out has shape {:?} and strides {:?}; a contiguous {expected:?} is needed",
                 out.shape().as_slice(),
                 out.strides().as_slice()
@@ -252,7 +255,7 @@ fn check_on_host(buffer: &RowBuffer) -> Result<()> {
     if device == Device::Cpu {
         return Ok(());
     }
-    Err(Error::config(format!("rows on {device} cannot be reached by the host")))
+    Err(Error::argument(format!("rows on {device} cannot be reached by the host")))
 }
 
 /// Checks that no target overlaps another or a buffer that is read.
@@ -268,7 +271,7 @@ fn check_apart(pairs: &[(&RowBuffer, BorrowedTensor<'_>)]) -> Result<()> {
             range(out.address().as_ptr().addr(), out.shape().numel() * other.dtype.size())
         });
         if sources.chain(others).any(|other| target.start < other.end && other.start < target.end) {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "out overlaps the pool or the other out: {bytes} bytes at {:#x}",
                 target.start
             )));
@@ -413,8 +416,8 @@ mod tests {
         let gather =
             |out, rows: &[u32]| gather_rows(&[(&buffers[1], out)], rows).map_err(|error| error.kind());
         assert_eq!(gather(borrow(DType::U8, &[2, 1, 4], &[4, 4, 1]), &[0, 4]), Err(ErrorKind::Index));
-        assert_eq!(gather(borrow(DType::U8, &[1, 1, 4], &[4, 4, 1]), &[0, 1]), Err(ErrorKind::Config));
-        assert_eq!(gather(borrow(DType::U8, &[2, 1, 4], &[1, 1, 2]), &[0, 1]), Err(ErrorKind::Config));
+        assert_eq!(gather(borrow(DType::U8, &[1, 1, 4], &[4, 4, 1]), &[0, 1]), Err(ErrorKind::Argument));
+        assert_eq!(gather(borrow(DType::U8, &[2, 1, 4], &[1, 1, 2]), &[0, 1]), Err(ErrorKind::Argument));
         assert_eq!(gather(borrow(DType::I8, &[2, 1, 4], &[4, 4, 1]), &[0, 1]), Err(ErrorKind::Type));
         assert_eq!(gather(borrow(DType::U8, &[2, 1, 4], &[4, 4, 1]), &[0, 1]), Ok(()));
     }

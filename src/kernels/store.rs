@@ -51,12 +51,12 @@ struct StorePlan<'a> {
 /// threads, each with rows of its own.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes that do not fit,
+/// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for shapes that do not fit,
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
 /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for an index beyond the rows. Nothing is written then.
 pub(super) fn store_rows(stores: &[StoreRows<'_>], indices: &IndexVec) -> Result<()> {
     if let Some(store) = stores.iter().find(|store| store.target.region().device() != Device::Cpu) {
-        return Err(Error::config(format!(
+        return Err(Error::argument(format!(
             "rows on {} cannot be reached by the host",
             store.target.region().device()
         )));
@@ -129,7 +129,7 @@ impl ValueLayout {
 /// Returns the layout of the values of `store`, which must be `count` rows.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when their shape or device does not fit.
+/// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when their shape or device does not fit.
 pub(super) fn layout(store: &StoreRows<'_>, count: usize) -> Result<ValueLayout> {
     let StoreRows { name, target, values, .. } = *store;
     values.check_on(target.region().device(), name)?;
@@ -143,14 +143,14 @@ pub(super) fn layout(store: &StoreRows<'_>, count: usize) -> Result<ValueLayout>
         // Strides of an empty tensor may be anything.
         (n - 1, strides[n - 1].wrapping_mul(signed(dim)), strides[n - 1])
     } else {
-        return Err(Error::config(format!(
+        return Err(Error::argument(format!(
             "{name} has shape {shape:?}; its last dimensions must be [{heads}, {dim}] or [{}]",
             heads * dim
         )));
     };
     let lead_shape = Dims::new(&shape[..lead])?;
     if lead_shape.numel() != count {
-        return Err(Error::config(format!(
+        return Err(Error::argument(format!(
             "{name} has shape {shape:?}, which is {} rows of [{heads}, {dim}]; there are {count} indices",
             lead_shape.numel()
         )));

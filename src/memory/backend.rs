@@ -35,11 +35,11 @@ pub unsafe trait Backend: Debug + Send + Sync {
     /// for different bytes.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) where memory cannot be page-locked in place;
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) where memory cannot be page-locked in place;
     /// errors of the driver. The memory stays usable in either case.
     fn page_lock(&self, gpu: &Arc<Gpu>, bytes: RegionRange<'_>) -> Result<()> {
         let _ = (gpu, bytes);
-        Err(Error::config(format!(
+        Err(Error::argument(format!(
             "memory of this backend on {} cannot be page-locked in place",
             self.device()
         )))

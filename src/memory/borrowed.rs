@@ -135,7 +135,7 @@ impl BorrowedTensor<'_> {
     pub fn elements(&self, range: Range<usize>) -> Result<Self> {
         let (count, strides) = (self.shape.numel(), Dims::new(&[1])?);
         if !self.is_contiguous() {
-            return Err(Error::config("only elements of a contiguous tensor lie in a row"));
+            return Err(Error::argument("only elements of a contiguous tensor lie in a row"));
         }
         if range.start > range.end || range.end > count {
             return Err(Error::index(format!("elements {range:?} are outside a tensor of {count}")));
@@ -155,7 +155,7 @@ impl BorrowedTensor<'_> {
             (_, true) => 1,
             (&[stride], false) => stride,
             (strides, false) => {
-                return Err(Error::config(format!(
+                return Err(Error::argument(format!(
                     "slots {step} apart cannot be read from a tensor with strides {strides:?}; pass one dimension"
                 )));
             }
@@ -181,11 +181,11 @@ impl BorrowedTensor<'_> {
     /// Checks that the tensor is on `device`, the device of the pool.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) with both devices.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) with both devices.
     pub fn check_on(&self, device: Device, what: &str) -> Result<()> {
         if self.device == device {
             return Ok(());
         }
-        Err(Error::config(format!("{what} is on {}, the pool on {device}", self.device)))
+        Err(Error::argument(format!("{what} is on {}, the pool on {device}", self.device)))
     }
 }

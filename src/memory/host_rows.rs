@@ -101,13 +101,13 @@ impl HostRows {
     pub unsafe fn of_tensor(name: &str, tensor: &BorrowedTensor<'_>, keep: Keep) -> Result<Self> {
         if tensor.device() != Device::Cpu {
             let device = tensor.device();
-            return Err(Error::config(format!("{name} is on {device}; it must be in host memory")));
+            return Err(Error::argument(format!("{name} is on {device}; it must be in host memory")));
         }
         let (shape, strides) = (tensor.shape().as_slice(), tensor.strides().as_slice());
         let (Some((&rows, inner)), Some((&stride, inner_strides))) =
             (shape.split_first(), strides.split_first())
         else {
-            return Err(Error::config(format!("{name} has no dimensions; its first counts pages")));
+            return Err(Error::argument(format!("{name} has no dimensions; its first counts pages")));
         };
         let size = tensor.dtype().size();
         let mut packed = 1;
@@ -117,7 +117,7 @@ impl HostRows {
                 let text = format!(
                     "{name} has shape {shape:?} and strides {strides:?}; each page must be contiguous"
                 );
-                return Err(Error::config(text));
+                return Err(Error::argument(text));
             }
             packed *= extent;
         }
@@ -125,7 +125,7 @@ impl HostRows {
         let stride = distance(stride) * size.cast_signed();
         if rows > 1 && stride.unsigned_abs() < row_bytes {
             let text = format!("{name} has shape {shape:?} and strides {strides:?}; its pages overlap");
-            return Err(Error::config(text));
+            return Err(Error::argument(text));
         }
         let layout = RowLayout::Even { stride, rows, row_bytes };
         Ok(Self { address: tensor.address(), layout, selected: None, keep })
@@ -166,7 +166,7 @@ impl HostRows {
         if let Some((row, _)) =
             sorted.iter().zip(&sorted[1.min(sorted.len())..]).find(|(row, next)| row == next)
         {
-            return Err(Error::config(format!("row {row} appears twice")));
+            return Err(Error::argument(format!("row {row} appears twice")));
         }
         self.selected = Some(indices);
         Ok(self)

@@ -132,7 +132,7 @@ unsafe impl Backend for MappedHost {
         let found =
             lock(&self.blocks).iter().find(|block| is_here(block)).map(|block| Arc::clone(&block.pages));
         let (Some(pages), Some(users)) = (found, bytes.users()) else {
-            return Err(Error::config("memory of another backend cannot be page-locked through this one"));
+            return Err(Error::argument("memory of another backend cannot be page-locked through this one"));
         };
         let locked = PageLock::new(gpu, &bytes.tensor()?, users, pages)?;
         if let Some(block) = lock(&self.blocks).iter_mut().find(|block| is_here(block)) {

@@ -306,11 +306,11 @@ impl Region {
     /// Page-locks bytes of the region until it is dropped.
     ///
     /// # Errors
-    /// Same as [`Backend::page_lock`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) if no backend
+    /// Same as [`Backend::page_lock`]; [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if no backend
     /// allocated it.
     pub fn page_lock(&self, gpu: &Arc<Gpu>, bytes: &Range<usize>) -> Result<()> {
         let Some(backend) = self.backend() else {
-            return Err(Error::config("memory that came from no backend cannot be page-locked in place"));
+            return Err(Error::argument("memory that came from no backend cannot be page-locked in place"));
         };
         backend.page_lock(gpu, self.range(bytes.start, bytes.len())?)
     }
@@ -350,13 +350,13 @@ impl Region {
 
     #[cold]
     fn not_on_host_error(&self) -> Error {
-        Error::config(format!("memory of {} cannot be reached by the host", self.device()))
+        Error::argument(format!("memory of {} cannot be reached by the host", self.device()))
     }
 
     /// Writes `values` at byte `offset` of host memory.
     ///
     /// # Errors
-    /// Same as [`Region::at`]; [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory.
+    /// Same as [`Region::at`]; [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for device memory.
     ///
     /// # Safety
     /// Nothing else accesses these bytes during the call.
@@ -553,8 +553,8 @@ mod tests {
     fn the_host_cannot_reach_device_memory() {
         let region = Region::new(Arc::new(Elsewhere), 64).expect("memory");
         let mut writer = RegionWriter::new(region);
-        assert_eq!(refusals(&mut writer, 0), [ErrorKind::Config; 4]);
-        assert_eq!(writer.region().try_clone().expect_err("refused").kind(), ErrorKind::Config);
+        assert_eq!(refusals(&mut writer, 0), [ErrorKind::Argument; 4]);
+        assert_eq!(writer.region().try_clone().expect_err("refused").kind(), ErrorKind::Argument);
     }
 
     #[test]

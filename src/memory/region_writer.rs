@@ -30,7 +30,7 @@ impl RegionWriter {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not within the region;
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for device memory.
     #[inline]
     pub(crate) fn write<T: Plain>(&mut self, offset: usize, values: &[T]) -> Result<()> {
         // SAFETY: this is the only writer, and borrowed for the call.

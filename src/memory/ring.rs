@@ -12,7 +12,7 @@ use super::{
     Stream, StreamSet,
 };
 use crate::base::sync::lock;
-use crate::base::{Error, ErrorKind, Result};
+use crate::base::{Error, Result};
 
 /// Alignment of pieces, in bytes.
 const PIECE_ALIGNMENT: usize = 16;
@@ -91,7 +91,7 @@ impl Ring {
     /// Returns the size of a ring of `bytes` on each side: a multiple of the alignment of backends.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more than an address can name.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for more than an address can name.
     pub(crate) fn padded_size(bytes: usize) -> Result<usize> {
         bytes
             .checked_next_multiple_of(ALIGNMENT)
@@ -141,7 +141,7 @@ impl Ring {
     /// reused.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they exceed the ring,
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when they exceed the ring,
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails, and the errors of
     /// `work`.
     pub(crate) fn upload<T: Plain>(
@@ -151,7 +151,7 @@ impl Ring {
         work: impl FnOnce(&[RegionRange<'_>]) -> Result<()>,
     ) -> Result<Arc<Event>> {
         let Some(twin) = &self.twin else {
-            return Err(Error::config("a ring on the host only has nothing on the device to copy to"));
+            return Err(Error::state("a ring on the host only has nothing on the device to copy to"));
         };
         self.send(
             arrays,
@@ -190,7 +190,7 @@ impl Ring {
         let bytes = piece_offsets(arrays).last().map_or(0, |(offset, array)| offset + size_of_val(array));
         let mut pieces = lock(&self.pieces);
         let range = self.wait_for_room(&mut pieces, bytes)?.ok_or_else(|| {
-            Error::config(format!(
+            Error::argument(format!(
                 "{bytes} bytes of numbers from the host are more than the {} that cross at once; \
                  pass them in parts, or as tensors on the device",
                 self.capacity()
@@ -288,10 +288,10 @@ impl Ring {
     pub(crate) fn take<T: Number>(&self, reply: &Reply, count: usize) -> Result<Vec<T>> {
         let mut pieces = lock(&self.pieces);
         let Some(piece) = pieces.held(reply) else {
-            return Err(Error::new(ErrorKind::State, "the numbers of the device were taken before"));
+            return Err(Error::state("the numbers of the device were taken before"));
         };
         if !reply.done.has_passed()? {
-            return Err(Error::new(ErrorKind::State, "the numbers of the device have not arrived"));
+            return Err(Error::state("the numbers of the device have not arrived"));
         }
         if count.checked_mul(size_of::<T>()).is_none_or(|bytes| bytes > reply.range.len()) {
             let bytes = reply.range.len();
@@ -401,6 +401,7 @@ fn piece_offsets<'a, T>(arrays: &'a [&'a [T]]) -> impl Iterator<Item = (usize, &
 #[cfg(all(test, feature = "cuda"))]
 mod tests {
     use super::*;
+    use crate::base::ErrorKind;
     use crate::memory::Cuda;
 
     /// Returns a GPU, if there is one.

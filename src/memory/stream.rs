@@ -38,12 +38,14 @@ impl Stream {
     /// Returns the stream of device `ordinal` with this driver handle.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for 2, which names another stream in each thread: memory
+    /// [`ErrorKind::Config`] for 2, which names another stream in each thread: memory
     /// may be given back by a thread that cannot wait for it.
     ///
     /// # Safety
     /// In calls that enqueue work on a device, the handle is 0 or that of a stream of this device that exists
     /// until the memory it is used with was given back.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub unsafe fn from_handle(handle: usize, ordinal: u32) -> Result<Self> {
         if handle == PER_THREAD {
             return Err(per_thread_error());
@@ -66,7 +68,7 @@ impl Stream {
 
 #[cold]
 fn per_thread_error() -> Error {
-    Error::config(
+    Error::argument(
         "stream 2 is the default stream of the calling thread, another one in each thread, so that no other thread \
          can wait for it; pass a stream that was created, or the legacy default stream: 0, for DLPack 1",
     )

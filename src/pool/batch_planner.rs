@@ -161,12 +161,12 @@ impl BatchPlanner {
     /// owner of its cached prefix.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] and [`ErrorKind::IndexOwnership`] for invalid lengths and prefixes, as in
-    /// [`Requests::growth`] and [`Requests::growth_of_cached`]; [`ErrorKind::Config`] also for a batch of more
+    /// [`ErrorKind::Argument`] and [`ErrorKind::IndexOwnership`] for invalid lengths and prefixes, as in
+    /// [`Requests::growth`] and [`Requests::growth_of_cached`]; [`ErrorKind::Argument`] also for a batch of more
     /// requests or tokens than the planner has room for; [`ErrorKind::Index`] for a row or a length outside of
     /// the table; [`ErrorKind::Driver`] when a driver call fails. Nothing is changed.
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
     /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
@@ -217,10 +217,10 @@ impl BatchPlanner {
     /// padding row pad the batch to the smallest size of `pad_to` that it fits.
     ///
     /// # Errors
-    /// See [`BatchPlanner::extend`]; also [`ErrorKind::Config`] when no size of `pad_to` fits, or there is no
+    /// See [`BatchPlanner::extend`]; also [`ErrorKind::Argument`] when no size of `pad_to` fits, or there is no
     /// padding row.
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     pub fn decode(
         &self,
         rows: &IndexVec,
@@ -238,12 +238,12 @@ impl BatchPlanner {
     /// among them.
     ///
     /// # Errors
-    /// See [`Requests::resolve_rows`] and [`Requests::check_truncate`]; [`ErrorKind::Config`] unless there are
+    /// See [`Requests::resolve_rows`] and [`Requests::check_truncate`]; [`ErrorKind::Argument`] unless there are
     /// as many lengths as rows; nothing is changed.
     /// [`ErrorKind::IndexOwnership`] if the allocator is strict and another owner has freed a page; all
     /// others are freed.
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
     /// [`Requests::check_truncate`]: crate::index::Requests::check_truncate
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
@@ -261,10 +261,10 @@ impl BatchPlanner {
     /// requests.
     ///
     /// # Errors
-    /// See [`Requests::resolve_rows`], and [`ErrorKind::Config`] for a length that does not match; nothing is
+    /// See [`Requests::resolve_rows`], and [`ErrorKind::Argument`] for a length that does not match; nothing is
     /// changed. See [`BatchPlanner::truncate`].
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn finish(
         &self,
@@ -282,10 +282,10 @@ impl BatchPlanner {
     /// `stream`.
     ///
     /// # Errors
-    /// See [`Requests::resolve_rows`] and [`Requests::fork`]; also [`ErrorKind::Config`] when `src` has fewer
+    /// See [`Requests::resolve_rows`] and [`Requests::fork`]; also [`ErrorKind::Argument`] when `src` has fewer
     /// tokens or `dst` is not empty; [`ErrorKind::Driver`] when a driver call fails. Nothing is changed.
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     /// [`Requests::fork`]: crate::index::Requests::fork
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
@@ -303,9 +303,9 @@ impl BatchPlanner {
     /// Returns an array of a plan on the device, without a copy. `None` if the planner does not build it.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] after a later plan.
+    /// [`ErrorKind::Stale`] after a later plan.
     ///
-    /// [`ErrorKind::StaleBuffer`]: crate::base::ErrorKind::StaleBuffer
+    /// [`ErrorKind::Stale`]: crate::base::ErrorKind::Stale
     pub fn field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         self.state.lock().field(plan, field)
     }
@@ -314,10 +314,10 @@ impl BatchPlanner {
     /// does not build it.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] after a later plan or, for an array that grows with the context, after a
+    /// [`ErrorKind::Stale`] after a later plan or, for an array that grows with the context, after a
     /// change of the pages of a request.
     ///
-    /// [`ErrorKind::StaleBuffer`]: crate::base::ErrorKind::StaleBuffer
+    /// [`ErrorKind::Stale`]: crate::base::ErrorKind::Stale
     pub fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
         self.state(Stream::default_of(self.device())).host_field(plan, field)
     }

@@ -135,7 +135,7 @@ impl BufferPool {
     /// again.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when its bucket is more than an address can name; [`ErrorKind::OutOfMemory`]
+    /// [`ErrorKind::Argument`] when its bucket is more than an address can name; [`ErrorKind::OutOfMemory`]
     /// when there is not enough memory; [`ErrorKind::Driver`] when a driver call fails, and for a new buffer
     /// while `stream` is captured. Nothing is handed out.
     pub fn alloc(&self, bytes: usize, stream: Stream) -> Result<Buffer> {
@@ -221,7 +221,7 @@ impl BufferPool {
     /// Returns the memory of a buffer in use.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] if the buffer was given back.
+    /// [`ErrorKind::Stale`] if the buffer was given back.
     pub fn region(&self, buffer: IndexHandle<BufferId>) -> Result<Arc<Region>> {
         self.state().region(buffer).map(Arc::clone)
     }
@@ -229,7 +229,7 @@ impl BufferPool {
     /// Gives a buffer back.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] if the buffer was already given back; nothing is changed.
+    /// [`ErrorKind::Stale`] if the buffer was already given back; nothing is changed.
     pub fn release(&self, buffer: IndexHandle<BufferId>) -> Result<()> {
         let mut state = self.state();
         state.region(buffer)?;
@@ -256,9 +256,9 @@ impl BufferPool {
     /// allocation is not page-locked: the driver cannot copy memory that is page-locked in part.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for memory of another device, for a tensor with gaps, for a part that would be
-    /// page-locked, and for memory of which only a part is page-locked already; [`ErrorKind::OutOfMemory`] when the driver cannot page-lock that much memory,
-    /// [`ErrorKind::Driver`] when page-locking fails otherwise.
+    /// [`ErrorKind::Argument`] for memory of another device, for a tensor with gaps, for a part that would be
+    /// page-locked, and for memory of which only a part is page-locked already; [`ErrorKind::OutOfMemory`] when
+    /// the driver cannot page-lock that much memory, [`ErrorKind::Driver`] when page-locking fails otherwise.
     pub fn register_existing(
         &self,
         tensor: &BorrowedTensor<'_>,
@@ -269,7 +269,7 @@ impl BufferPool {
             tensor.check_on(self.device(), "the tensor")?;
         }
         if !tensor.is_contiguous() {
-            return Err(Error::config(
+            return Err(Error::argument(
                 "a tensor with gaps cannot be registered; register the tensor that it is a view of",
             ));
         }
@@ -292,7 +292,7 @@ impl BufferPool {
         if is_part && page_lock.is_some() {
             // The drop of the page lock waits for the pool's streams.
             drop(state);
-            return Err(Error::config(
+            return Err(Error::argument(
                 "the tensor is a part of its allocation, and copies of memory that is page-locked in part fail; register a \
                  tensor over all of it",
             ));
@@ -372,5 +372,5 @@ impl Pool for BufferPool {
 fn stale_buffer_error(buffer: IndexHandle<BufferId>, history: Option<String>) -> Error {
     let history = history.map_or(String::new(), |history| format!("; it was {history}"));
     let text = format!("buffer {} was given back, by release or reset{history}", buffer.index());
-    Error::new(ErrorKind::StaleBuffer, text)
+    Error::stale(text)
 }

@@ -9,7 +9,7 @@ use crate::base::bounded::narrow;
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::sync::Condvar;
 use crate::base::{
-    ChunkId, DType, Device, Dims, Error, ErrorKind, Id, KeyMap, Result, bytes_of, try_with_capacity, widen,
+    ChunkId, DType, Device, Dims, Error, Id, KeyMap, Result, bytes_of, try_with_capacity, widen,
 };
 use crate::index::{BadFree, BadFrees, IndexHandle, Ledgered, OnBadFree, RefCounts, Returning, on_bad_frees};
 use crate::kernels::{Direction, pack};
@@ -170,6 +170,8 @@ impl ChunkPool {
     /// # Errors
     /// [`ErrorKind::Config`] for a size of 0 and sizes whose bytes overflow; the error of the backend if it
     /// runs out of memory.
+    ///
+    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub fn new(config: &ChunkConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         at_least_one(&[("num_chunks", config.num_chunks), ("page_lock_threads", config.page_lock_threads)])?;
         if config.chunk_shape.contains(&0) {
@@ -230,7 +232,7 @@ impl ChunkPool {
     /// Waits up to `timeout` for the end of page-locking. Returns whether it has ended.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] in a forked child, where it never ends.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) in a forked child, where it never ends.
     pub fn wait_page_locked(&self, timeout: Duration) -> Result<bool> {
         let begin = Instant::now();
         let mut state = self.state();
@@ -298,7 +300,7 @@ impl ChunkPool {
     /// Takes `count` chunks, each with one reference, or none of them, without waiting.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] when polling copies fails.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when polling copies fails.
     pub fn try_allocate(&self, count: usize) -> Result<Attempt> {
         Self::attempt(&mut self.state(), count)
     }
@@ -377,7 +379,7 @@ impl ChunkPool {
     /// Adds a reference.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] when the chunk was freed.
+    /// [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) when the chunk was freed.
     pub fn retain(&self, chunk: IndexHandle<ChunkId>) -> Result<()> {
         if self.state().chunks.retain(chunk) { Ok(()) } else { Err(stale_chunk_error(chunk)) }
     }
@@ -387,6 +389,8 @@ impl ChunkPool {
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`] when the release is invalid.
+    ///
+    /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
     pub fn release(&self, chunk: IndexHandle<ChunkId>) -> Result<BadFrees> {
         self.give_up(&mut self.state(), chunk)
     }
@@ -447,8 +451,11 @@ impl ChunkPool {
     /// Returns the chunk's first elements as a tensor of `shape`, or all of it, without a copy.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] when the chunk was freed, [`ErrorKind::Config`] for a shape that does not
+    /// [`ErrorKind::Stale`] when the chunk was freed, [`ErrorKind::Argument`] for a shape that does not
     /// fit.
+    ///
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
+    /// [`ErrorKind::Stale`]: crate::base::ErrorKind::Stale
     pub fn tensor(&self, chunk: IndexHandle<ChunkId>, shape: Option<Dims>) -> Result<TensorView> {
         if self.references(chunk) == 0 {
             return Err(stale_chunk_error(chunk));
@@ -464,7 +471,7 @@ impl ChunkPool {
     fn fitting(&self, shape: Dims) -> Result<Dims> {
         let bytes = shape.bytes(self.config.dtype)?;
         if bytes > self.chunk_bytes {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "shape {:?} of {} takes {bytes} bytes, a chunk has {}",
                 shape.as_slice(),
                 self.config.dtype,
@@ -481,9 +488,14 @@ impl ChunkPool {
     /// must stay alive and the chunk is not handed out again.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] when the chunk was freed; [`ErrorKind::Type`] for another dtype,
-    /// [`ErrorKind::Config`] for more elements than a chunk has, and for memory or a stream of another GPU;
+    /// [`ErrorKind::Stale`] when the chunk was freed; [`ErrorKind::Type`] for another dtype,
+    /// [`ErrorKind::Argument`] for more elements than a chunk has, and for memory or a stream of another GPU;
     /// [`ErrorKind::Driver`] when a driver call fails.
+    ///
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
+    /// [`ErrorKind::Stale`]: crate::base::ErrorKind::Stale
+    /// [`ErrorKind::Type`]: crate::base::ErrorKind::Type
     pub fn copy(
         &self,
         chunk: IndexHandle<ChunkId>,
@@ -612,5 +624,5 @@ impl PageLockSink for ChunkPool {
 }
 
 fn stale_chunk_error(chunk: IndexHandle<ChunkId>) -> Error {
-    Error::new(ErrorKind::StaleBuffer, format!("chunk {} was freed", chunk.index()))
+    Error::stale(format!("chunk {} was freed", chunk.index()))
 }

@@ -315,7 +315,7 @@ impl FileStore {
     /// page that is not found keeps its bytes.
     ///
     /// # Errors
-    /// See [`FileStore::exists`]; also [`ErrorKind::Config`] unless there are as many rows as keys, of the
+    /// See [`FileStore::exists`]; also [`ErrorKind::Argument`] unless there are as many rows as keys, of the
     /// size of a page.
     pub fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         self.check_rows(&rows)?;
@@ -551,7 +551,7 @@ impl FileStore {
         let page_bytes = self.shared.config.page_bytes;
         let other = (0..rows.len()).map(|row| rows.bytes_of(row)).find(|&bytes| bytes != page_bytes);
         other.map_or(Ok(()), |bytes| {
-            Err(Error::config(format!("pages have {bytes} bytes each, those of the store {page_bytes}")))
+            Err(Error::argument(format!("pages have {bytes} bytes each, those of the store {page_bytes}")))
         })
     }
 
@@ -560,7 +560,9 @@ impl FileStore {
         let page_bytes = self.shared.config.page_bytes;
         let longer = (0..rows.len()).map(|row| rows.bytes_of(row)).find(|&bytes| bytes > page_bytes);
         longer.map_or(Ok(()), |bytes| {
-            Err(Error::config(format!("a piece has {bytes} bytes, the pages of the store have {page_bytes}")))
+            Err(Error::argument(format!(
+                "a piece has {bytes} bytes, the pages of the store have {page_bytes}"
+            )))
         })
     }
 
@@ -570,11 +572,11 @@ impl FileStore {
         }
         let text =
             format!("the store in {} belongs to the process that this one was forked from", self.shared.name);
-        Err(Error::new(ErrorKind::State, text))
+        Err(Error::state(text))
     }
 
     fn closed(&self) -> Error {
-        Error::new(ErrorKind::State, format!("the store in {} is closed", self.shared.name))
+        Error::state(format!("the store in {} is closed", self.shared.name))
     }
 
     fn open_state(&self) -> Result<RankedGuard<'_, StoreState>> {
@@ -618,7 +620,7 @@ fn check_counts(keys: &[PageHash], rows: &HostRows) -> Result<()> {
     if rows.len() == keys.len() {
         return Ok(());
     }
-    Err(Error::config(format!("there are {} keys for {} pages", keys.len(), rows.len())))
+    Err(Error::argument(format!("there are {} keys for {} pages", keys.len(), rows.len())))
 }
 
 impl Store for FileStore {

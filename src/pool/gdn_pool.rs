@@ -80,7 +80,7 @@ impl GdnConfig {
     /// Returns the bytes of a pool on `device`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) as [`GdnPool::new`].
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) as [`GdnPool::new`].
     pub fn footprint(&self, device: Device) -> Result<Footprint> {
         let [recurrent, conv] = self.layouts()?;
         Footprint::new(device, conv.end(self.num_gdn_layers), row_ring_bytes(recurrent.shape[0]))
@@ -271,7 +271,7 @@ impl GdnPool {
     /// read and written, or written twice, are undefined.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths,
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for different lengths,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for slots that do not exist,
     /// [`ErrorKind::IndexOwnership`] when a snapshot of a prefix cache would be written. Nothing is copied. As
     /// [`GdnPool::reset_states`].

@@ -380,7 +380,7 @@ impl HostTier {
     /// Makes this the tier of a prefix cache, until [`Self::detach`].
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if another one has it.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if another one has it.
     pub(super) fn attach(&self) -> Result<()> {
         if self.is_taken.swap(true, Ordering::AcqRel) {
             return Err(Error::config("the host tier belongs to another prefix cache"));

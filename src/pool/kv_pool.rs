@@ -119,7 +119,7 @@ impl KvConfig {
     /// Returns the bytes of a pool on `device`, without page-locking.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for slots that do not fit int32 and for sizes
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for slots that do not fit int32 and for sizes
     /// whose bytes overflow.
     pub fn footprint(&self, device: Device) -> Result<Footprint> {
         let kinds = self.layouts(ALIGNMENT)?;
@@ -312,7 +312,7 @@ impl KvPool {
     /// [`KvPool::take_fault`].
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for shapes or scales that do not fit,
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for shapes or scales that do not fit,
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) for dtypes that cannot be converted,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that does not exist. Nothing is
     /// written. See [`KvPool::take_fault`].
@@ -363,9 +363,9 @@ impl KvPool {
         let dtype = self.config.dtype;
         match scale {
             Some(scale) if !(scale.is_finite() && scale > 0.0) => {
-                Err(Error::config(format!("{name}_scale is {scale}; it must be finite and above 0")))
+                Err(Error::argument(format!("{name}_scale is {scale}; it must be finite and above 0")))
             }
-            Some(scale) if !dtype.is_fp8() && (scale - 1.0).abs() > 0.0 => Err(Error::config(format!(
+            Some(scale) if !dtype.is_fp8() && (scale - 1.0).abs() > 0.0 => Err(Error::argument(format!(
                 "{name}_scale is {scale}, but values of {dtype} are stored unscaled; only 8-bit floats are scaled"
             ))),
             scale => Ok(scale),
@@ -378,12 +378,12 @@ impl KvPool {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer or row that does not exist,
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when there is not enough memory,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) on a GPU, where results are not allocated: use
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) on a GPU, where results are not allocated: use
     /// [`KvPool::gather_kv_into`].
     pub fn gather_kv(&self, layer: usize, indices: &Indices<'_>) -> Result<[TensorView; 2]> {
         let [k, v] = self.rows.layer(layer)?;
         if self.executor.gpu().is_some() {
-            return Err(Error::config("rows on a GPU are gathered into tensors of the caller: pass out"));
+            return Err(Error::argument("rows on a GPU are gathered into tensors of the caller: pass out"));
         }
         let target = |buffer: &RowBuffer| {
             let [_, heads, dim] = buffer.shape();
@@ -400,7 +400,7 @@ impl KvPool {
     /// Copies the rows that `indices` lists to `out`: contiguous K and V of the pool's dtype, on its device.
     ///
     /// # Errors
-    /// See [`KvPool::gather_kv`], and [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
+    /// See [`KvPool::gather_kv`], and [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) or
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when `out` does not fit. Nothing is written. The row
     /// of an invalid index on a GPU is zeroed, and [`KvPool::take_fault`] reports it.
     pub fn gather_kv_into(
@@ -420,7 +420,7 @@ impl KvPool {
     /// read and written, or written twice, are undefined.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for different lengths,
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for different lengths,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for rows that do not exist. Nothing is moved.
     pub fn move_kv(&self, dst: &Indices<'_>, src: &Indices<'_>, stream: Stream) -> Result<()> {
         self.executor.copy_rows(&self.rows, dst, src, stream)

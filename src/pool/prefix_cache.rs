@@ -172,7 +172,7 @@ impl PrefixCache {
     /// Leases the longest cached prefix of `tokens`, in whole pages and of at most `limit` tokens.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a number that is no token id; the error of
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a number that is no token id; the error of
     /// tokens that cannot be read.
     pub fn match_prefix(
         &self,
@@ -232,9 +232,10 @@ impl PrefixCache {
     /// lowest `priority` first.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when more than the share `max_pinned` of the
-    /// capacity would be pinned, the prefix was cleared, or the lease is of another cache; the errors of a
-    /// lease.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for the lease of another cache;
+    /// [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) when the prefix was cleared;
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) when more than the share `max_pinned` of the
+    /// capacity would be pinned; the errors of a lease.
     pub fn pin(&self, lease: &Lease, time: Option<Duration>, priority: u8, stream: Stream) -> Result<()> {
         let capacity = self.allocator.stats().capacity;
         // The share of a capacity below 2**31 is exact enough in floating point.
@@ -242,16 +243,16 @@ impl PrefixCache {
         let max = (capacity as f64 * self.shared.config.max_pinned) as usize;
         let until = time.map(|time| {
             let end = Instant::now().checked_add(time);
-            end.ok_or_else(|| Error::config(format!("a pin of {} s has no end", time.as_secs())))
+            end.ok_or_else(|| Error::argument(format!("a pin of {} s has no end", time.as_secs())))
         });
         let until = until.transpose()?;
         lease.with_hold(&self.shared, stream, |cache, hold| {
             if !cache.tree.is_attached(hold) {
-                return Err(Error::config("the prefix was cleared and is not found any more; match again"));
+                return Err(Error::stale("the prefix was cleared and is not found any more; match again"));
             }
             let pinned = cache.tree.pinned_with(hold);
             if pinned > max {
-                return Err(Error::config(format!(
+                return Err(Error::state(format!(
                     "{pinned} tokens would be pinned; max_pinned allows {max} of {capacity}"
                 ))
                 .with_asked(pinned)
@@ -379,10 +380,10 @@ impl PrefixCache {
     /// Takes the events since the last call, in order.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a cache that was made without events.
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) for a cache that was made without events.
     pub fn take_events(&self, stream: Stream) -> Result<Vec<CacheEvent>> {
         if self.shared.config.events.is_none() {
-            return Err(Error::config("the prefix cache was made without events"));
+            return Err(Error::state("the prefix cache was made without events"));
         }
         Ok(self.begin_call(stream).current().tree.take_events())
     }

@@ -153,7 +153,7 @@ impl PrefixTree {
     /// refreshes it. Cuts a node in two if none ends there.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for a number that is no token id; the error of tokens that cannot be read.
+    /// [`ErrorKind::Argument`] for a number that is no token id; the error of tokens that cannot be read.
     pub fn find(
         &self,
         namespace: &Namespace,
@@ -173,9 +173,9 @@ impl PrefixTree {
     /// is the root.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for a number that is no token id or no slot, and when there are not as
+    /// [`ErrorKind::Argument`] for a number that is no token id or no slot, and when there are not as
     /// many slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are listed twice, or are cached
-    /// with other tokens; [`ErrorKind::StaleBuffer`] when another thread clears the allocator meanwhile.
+    /// with other tokens; [`ErrorKind::Stale`] when another thread clears the allocator meanwhile.
     /// Nothing is changed. Without an allocator, the caller has to pass different slots; [`Self::verify`]
     /// finds a slot that the tree has twice.
     pub fn insert(
@@ -186,7 +186,7 @@ impl PrefixTree {
         stream: Stream,
     ) -> Result<Inserted> {
         if tokens.count() != slots.len() {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "{} tokens and {} slots were inserted; the numbers must be equal",
                 tokens.count(),
                 slots.len()
@@ -221,7 +221,7 @@ impl PrefixTree {
     /// Keeps a node, and those before it, from being evicted.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] for a node that no longer exists.
+    /// [`ErrorKind::Stale`] for a node that no longer exists.
     pub fn lock(&self, node: NodeHandle, stream: Stream) -> Result<()> {
         self.current(stream).tree.lock_node(node).ok_or_else(|| is_gone(node))
     }
@@ -229,7 +229,7 @@ impl PrefixTree {
     /// Undoes one [`Self::lock`].
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] for a node that no longer exists; [`ErrorKind::IndexOwnership`] for one
+    /// [`ErrorKind::Stale`] for a node that no longer exists; [`ErrorKind::IndexOwnership`] for one
     /// that has no lock.
     pub fn unlock(&self, node: NodeHandle, stream: Stream) -> Result<()> {
         let mut state = self.current(stream);
@@ -287,7 +287,7 @@ impl PrefixTree {
     /// Returns the slots of the tokens `from..` up to the end of a node: 1-D int32, valid on `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] for a node that no longer exists; as
+    /// [`ErrorKind::Stale`] for a node that no longer exists; as
     /// [`TokenToKvPoolAllocator::alloc`](super::TokenToKvPoolAllocator::alloc).
     pub fn slots(&self, node: NodeHandle, from: usize, stream: Stream) -> Result<TensorView> {
         let state = self.current(stream);
@@ -304,7 +304,7 @@ impl PrefixTree {
     /// Returns the present state of a node. The cost of this call grows with the number of nodes.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] for a node that no longer exists.
+    /// [`ErrorKind::Stale`] for a node that no longer exists.
     pub fn info(&self, node: NodeHandle, stream: Stream) -> Result<NodeInfo> {
         self.current(stream).tree.info(node).ok_or_else(|| is_gone(node))
     }
@@ -353,7 +353,7 @@ impl PrefixTree {
         for (position, slot) in slots.iter().take(count).enumerate() {
             let page = i32::try_from(slot).ok().and_then(|slot| u32::try_from(slot).ok());
             pages.push(Page::new(page.ok_or_else(|| {
-                Error::config(format!("slot {slot} at position {position} is outside [0, 2**31)"))
+                Error::argument(format!("slot {slot} at position {position} is outside [0, 2**31)"))
                     .with_index(slot)
             })?));
         }
@@ -381,7 +381,7 @@ impl PrefixTree {
         taken.ok_or_else(|| {
             let text =
                 "the allocator was cleared during an insertion; the slots are not the caller's any more";
-            Error::new(ErrorKind::StaleBuffer, text)
+            Error::stale(text)
         })
     }
 
@@ -462,5 +462,5 @@ fn new_tree(config: &PrefixTreeConfig, allocator: Option<&TokenToKvPoolAllocator
 
 #[cold]
 fn is_gone(node: NodeHandle) -> Error {
-    Error::new(ErrorKind::StaleBuffer, format!("node {} was evicted", node.number()))
+    Error::stale(format!("node {} was evicted", node.number()))
 }

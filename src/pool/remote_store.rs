@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::sync::Condvar;
-use crate::base::{Error, ErrorKind, Result, wait_interruptibly};
+use crate::base::{Error, Result, wait_interruptibly};
 use crate::cache::PageHash;
 use crate::memory::HostRows;
 
@@ -103,7 +103,7 @@ impl RemoteStore {
     /// Returns the next call of a queue; waits for one up to `timeout`. `None` if there is none.
     ///
     /// # Errors
-    /// [`ErrorKind::State`] once the store is closed, or in the child of a fork.
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) once the store is closed, or in the child of a fork.
     pub fn next(&self, queue: StoreCallQueue, timeout: Duration) -> Result<Option<StoreCall>> {
         let begin = Instant::now();
         let mut state = self.state()?;
@@ -126,7 +126,7 @@ impl RemoteStore {
     /// they are.
     ///
     /// # Errors
-    /// [`ErrorKind::State`] in the child of a fork.
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) in the child of a fork.
     pub fn close(&self, timeout: Duration) -> Result<bool> {
         let begin = Instant::now();
         let mut state = self.state()?;
@@ -157,7 +157,7 @@ impl RemoteStore {
     fn state(&self) -> Result<RankedGuard<'_, CallQueues>> {
         if self.process != std::process::id() {
             let text = "the store belongs to the process that this one was forked from";
-            return Err(Error::new(ErrorKind::State, text));
+            return Err(Error::state(text));
         }
         Ok(self.shared.state.lock())
     }
@@ -170,7 +170,7 @@ impl RemoteStore {
 
     fn queue(&self, work: Work, keys: Vec<PageHash>) -> Result<Arc<StoreTransfer>> {
         if let Some(rows) = work.rows().filter(|rows| rows.len() != keys.len()) {
-            return Err(Error::config(format!("there are {} keys for {} pieces", keys.len(), rows.len())));
+            return Err(Error::argument(format!("there are {} keys for {} pieces", keys.len(), rows.len())));
         }
         let present = vec![false; keys.len()];
         let transfer = Arc::new(StoreTransfer::new(present.clone(), keys.len()));
@@ -281,5 +281,5 @@ impl Drop for StoreCall {
 }
 
 fn closed_error() -> Error {
-    Error::new(ErrorKind::State, "the store is closed")
+    Error::state("the store is closed")
 }

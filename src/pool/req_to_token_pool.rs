@@ -107,7 +107,7 @@ impl ReqToTokenConfig {
     /// Returns the bytes of a pool on `device`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a table that does not fit int32.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a table that does not fit int32.
     pub fn footprint(&self, device: Device) -> Result<Footprint> {
         let shape = self.shape()?;
         Footprint::new(device, bytes_of("req_to_token", &shape, DType::I32)?, numbers_at_once(shape))
@@ -307,7 +307,7 @@ impl ReqToTokenPool {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a value beyond int32: it was skipped.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a value beyond int32: it was skipped.
     pub fn take_fault(&self) -> Result<()> {
         self.lock().executor.take_fault()
     }
@@ -318,7 +318,7 @@ impl ReqToTokenPool {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when the numbers of values and places differ, a
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when the numbers of values and places differ, a
     /// value does not fit int32 or the columns run backwards. Nothing is written. Invalid places that only the
     /// device has are skipped, and [`ReqToTokenPool::take_fault`] reports them.
     pub fn write(&self, index: TableIndex<'_>, values: Indices<'_>, stream: Stream) -> Result<()> {
@@ -372,7 +372,7 @@ impl ReqToTokenPool {
     /// contiguous int32 on the table's device. On a GPU it is one launch on `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) or
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) or
     /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when a length or `out` does not fit,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when a row is not in the table or a part not in
     /// `out`. Nothing is written. Invalid arguments that only the device has are skipped, and

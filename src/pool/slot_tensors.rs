@@ -603,7 +603,7 @@ impl SlotTensors {
     /// Tensors in host memory have no streams.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for a tensor that does not come from this allocator.
+    /// [`ErrorKind::Argument`] for a tensor that does not come from this allocator.
     pub(super) fn record_stream(&self, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<()> {
         match &self.stage {
             Some(stage) => stage.record_stream(tensor, stream),

@@ -305,7 +305,7 @@ impl Stage {
     pub(super) fn record_stream(&self, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<()> {
         let address = tensor.address().as_ptr().addr();
         if !self.copy.addresses.contains(&address) {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "the tensor at {address:#x} does not come from this allocator"
             )));
         }

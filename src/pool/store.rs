@@ -38,7 +38,7 @@ pub trait Store: fmt::Debug + Send + Sync {
     /// row of a piece that is not found has undefined contents.
     ///
     /// # Errors
-    /// See [`Store::find`]; also [`ErrorKind::Config`] for sizes that do not fit.
+    /// See [`Store::find`]; also [`ErrorKind::Argument`] for sizes that do not fit.
     fn get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>>;
 
     /// Begins to copy pieces from `rows`, one for each key, which must not change before they are done. Never

@@ -60,7 +60,7 @@ impl AllocatorConfig {
     /// Returns the bytes of an allocator on `device`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a `page_size` of 0, and when the bytes
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a `page_size` of 0, and when the bytes
     /// overflow.
     pub fn footprint(&self, device: Device) -> Result<Footprint> {
         let slots = self.pages()? * self.page_size;
@@ -237,8 +237,10 @@ impl TokenToKvPoolAllocator {
     ///
     /// # Errors
     /// See [`SlotAllocator::extend`] and [`Self::alloc`].
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when an earlier call was given a last slot, in a
+    /// [`ErrorKind::Argument`] when an earlier call was given a last slot, in a
     /// tensor on the device, that does not end its request: that call handed out the padding slot instead.
+    ///
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     pub fn alloc_extend(
         &self,
         prefix_lens: &[i64],
@@ -397,12 +399,12 @@ impl TokenToKvPoolAllocator {
     /// `page_size`th of them then names another page.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when they do not.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when they do not.
     pub fn check_segment(&self, start: i64) -> Result<()> {
         let page_size = self.page_size();
         match usize::try_from(start) {
             Ok(start) if start.is_multiple_of(page_size) => Ok(()),
-            _ => Err(Error::config(format!(
+            _ => Err(Error::argument(format!(
                 "a segment that starts at token {start} does not begin a page of {page_size} slots"
             ))),
         }
@@ -437,7 +439,7 @@ impl TokenToKvPoolAllocator {
     /// many values that was.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open; see [`Self::free`]. The
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when no group is open; see [`Self::free`]. The
     /// group is closed in any case.
     pub fn free_group_end(&self, stream: Stream) -> Result<(usize, BadFrees)> {
         self.freeing(self.lock(), stream, SlotTensors::free_group_end)
@@ -602,7 +604,7 @@ impl TokenToKvPoolAllocator {
     /// Tensors in host memory have no streams.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a tensor that does not come from this
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a tensor that does not come from this
     /// allocator.
     pub fn record_stream(&self, tensor: &BorrowedTensor<'_>, stream: Stream) -> Result<()> {
         self.lock().record_stream(tensor, stream)
@@ -680,7 +682,7 @@ impl TokenToKvPoolAllocator {
     /// Returns (start, length) of the maximal ascending runs: int32 `[k, 2]` on the host.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for values beyond int32.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for values beyond int32.
     pub fn runs(given: &IndexVec) -> Result<TensorView> {
         ascending_runs(given).map(TensorView::from_pairs)
     }

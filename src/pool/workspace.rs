@@ -192,12 +192,9 @@ impl ArenaState {
     fn claim(&mut self) -> Result<()> {
         let here = thread::current().id();
         match self.owner {
-            Some(owner) if owner != here => Err(Error::new(
-                ErrorKind::State,
-                format!(
-                    "the workspace belongs to another thread ({owner:?}, this is {here:?}) until it resets it"
-                ),
-            )),
+            Some(owner) if owner != here => Err(Error::state(format!(
+                "the workspace belongs to another thread ({owner:?}, this is {here:?}) until it resets it"
+            ))),
             _ => {
                 self.owner = Some(here);
                 Ok(())
@@ -282,8 +279,7 @@ impl Workspace {
     /// Calls `work` with the arena, as the owner.
     fn with<R>(&self, work: impl FnOnce(&Arc<SharedArena>, &mut ArenaState) -> Result<R>) -> Result<R> {
         let shared = self.lock();
-        let shared =
-            shared.as_ref().ok_or_else(|| Error::new(ErrorKind::State, "the workspace is closed"))?;
+        let shared = shared.as_ref().ok_or_else(|| Error::state("the workspace is closed"))?;
         as_owner(shared, work)
     }
 
@@ -291,7 +287,7 @@ impl Workspace {
     /// undefined.
     ///
     /// # Errors
-    /// [`ErrorKind::WorkspaceExhausted`] when it does not fit, [`ErrorKind::Config`] for a negative extent,
+    /// [`ErrorKind::WorkspaceExhausted`] when it does not fit, [`ErrorKind::Argument`] for a negative extent,
     /// [`ErrorKind::State`] for a thread that is not the owner and after it is closed, [`ErrorKind::Driver`]
     /// when a driver call fails.
     pub fn empty(&self, shape: Dims, dtype: DType, stream: Stream) -> Result<TensorView> {
@@ -380,10 +376,7 @@ impl Workspace {
         self.with(|shared, state| {
             let entered = ENTERED.with_borrow_mut(|entered| entered.pop_if(|last| Arc::ptr_eq(last, shared)));
             if entered.is_none() {
-                return Err(Error::new(
-                    ErrorKind::State,
-                    "the workspace was not entered last by this thread",
-                ));
+                return Err(Error::state("the workspace was not entered last by this thread"));
             }
             state.entered -= 1;
             Ok(state.refused.take())
@@ -434,7 +427,7 @@ impl ArenaState {
         if self.entered == 0 {
             return Ok(());
         }
-        Err(Error::new(ErrorKind::State, "the workspace is in use by `use()`"))
+        Err(Error::state("the workspace is in use by `use()`"))
     }
 }
 

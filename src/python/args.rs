@@ -253,7 +253,7 @@ fn describe_array<'a>(array: &'a Bound<'_, PyUntypedArray>) -> PyResult<Borrowed
     let mut strides = Vec::with_capacity(shape.ndim());
     for &stride in array.strides() {
         if stride % size != 0 {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "a stride of {stride} bytes is not a multiple of the size of {dtype}"
             ))
             .into());
@@ -304,7 +304,7 @@ fn writable<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<Tens
     let tensor = tensor(name, object)?;
     let writable = match &tensor {
         TensorArg::Imported(_) if is_jax_array(object)? => {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "{name} is a jax.Array, which must not change; pass a NumPy array, and make a jax.Array of that"
             ))
             .into());
@@ -313,7 +313,7 @@ fn writable<'a, 'py>(name: &str, object: &'a Bound<'py, PyAny>) -> PyResult<Tens
         TensorArg::Array(array) => array.getattr("flags")?.getattr("writeable")?.is_truthy()?,
         TensorArg::Torch(..) | TensorArg::Own(_) => true,
     };
-    if writable { Ok(tensor) } else { Err(Error::config(format!("{name} is read-only")).into()) }
+    if writable { Ok(tensor) } else { Err(Error::argument(format!("{name} is read-only")).into()) }
 }
 
 /// Returns whether `object` is a `jax.Array`, whose capsules do not say that they are read-only.
@@ -373,7 +373,7 @@ pub(super) fn page_keys(object: &Bound<'_, PyAny>) -> PyResult<Vec<PageHash>> {
         let bytes = item.cast::<PyBytes>().map_err(|_| wrong(format!("one with {}", kind_of(&item))))?;
         let bytes = bytes.as_bytes();
         let key = bytes.try_into().map_err(|_| {
-            Error::config(format!("key {} has {} bytes; a key has 32", keys.len(), bytes.len()))
+            Error::argument(format!("key {} has {} bytes; a key has 32", keys.len(), bytes.len()))
         })?;
         try_push(&mut keys, key)?;
         check_signals(object.py(), keys.len())?;
@@ -684,13 +684,15 @@ fn convert_count(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
 /// Converts a pool size.
 pub(super) fn size(name: &str, object: &Bound<'_, PyAny>) -> PyResult<usize> {
     match count(name, object)? {
-        usize::MAX => Err(Error::config(format!("{name} is {object}, more than an address can name")).into()),
+        usize::MAX => {
+            Err(Error::argument(format!("{name} is {object}, more than an address can name")).into())
+        }
         size => Ok(size),
     }
 }
 
 fn negative_error(name: &str, object: &Bound<'_, PyAny>) -> PyErr {
-    Error::config(format!("{name} is {object}; it must not be negative")).into()
+    Error::argument(format!("{name} is {object}; it must not be negative")).into()
 }
 
 /// Converts a device in PyTorch's notation, or a `torch.device`. Defaults to "cuda", which is PyTorch's
@@ -747,7 +749,7 @@ fn handle_of_protocol(stream: &Bound<'_, PyAny>, found: Bound<'_, PyAny>) -> PyR
         let text = format!(
             "__cuda_stream__ of {kind} has version {version} of the protocol; kvpool knows version 0"
         );
-        return Err(Error::config(text).into());
+        return Err(Error::argument(text).into());
     }
     Ok(handle)
 }
@@ -784,7 +786,7 @@ pub(super) fn shape(object: &Bound<'_, PyAny>) -> PyResult<Dims> {
         let Some(extent) = extents.get_mut(count) else {
             let known = object.len().ok().filter(|len| *len > MAX_NDIM);
             let given = known.map_or_else(|| format!("more than {MAX_NDIM}"), |len| len.to_string());
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "a tensor of {given} dimensions; at most {MAX_NDIM} are supported"
             ))
             .into());
@@ -803,7 +805,7 @@ pub(super) fn extents(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<usi
         .iter()
         .map(|&extent| {
             usize::try_from(extent).map_err(|_| {
-                Error::config(format!("{name} is {:?}; no extent may be negative", shape.as_slice())).into()
+                Error::argument(format!("{name} is {:?}; no extent may be negative", shape.as_slice())).into()
             })
         })
         .collect()

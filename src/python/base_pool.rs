@@ -297,7 +297,7 @@ impl BasePool {
     ///         GPU or, for host memory, of PyTorch's current GPU; without PyTorch, of the first GPU.
     ///
     /// Raises:
-    ///     ConfigError: If the memory does not belong to a pool that a GPU can access, or is host memory and
+    ///     ArgumentError: If the memory does not belong to a pool that a GPU can access, or is host memory and
     ///         `stream` is omitted; if `stream` is 2.
     ///     DriverError: If the GPU has no such stream.
     #[pyo3(signature = (tensor, stream=None))]
@@ -310,12 +310,14 @@ impl BasePool {
         let borrowed = given.borrow()?;
         let stream = match (stream, borrowed.device()) {
             (Some(stream), device) => args::stream(stream, device)?,
-            (None, Device::Cpu) => return Err(Error::config("name the stream that uses host memory").into()),
+            (None, Device::Cpu) => {
+                return Err(Error::argument("name the stream that uses host memory").into());
+            }
             (None, device) => current_stream(tensor.py(), device)?,
         };
         let users = borrowed.users();
         let users = users
-            .ok_or_else(|| Error::config("the tensor is over no memory of a pool that a GPU reaches"))?;
+            .ok_or_else(|| Error::argument("the tensor is over no memory of a pool that a GPU reaches"))?;
         Ok(users.keep(stream)?)
     }
 
@@ -330,7 +332,7 @@ impl BasePool {
     ///     alone holds "evictable" or, with leases, "locked".
     ///
     /// Raises:
-    ///     ConfigError: If the pool does not debug.
+    ///     ArgumentError: If the pool does not debug.
     ///     TypeError: If the pool hands nothing out, or is a `Workspace`, which records no owners.
     fn leaks<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         Self::reported(slf, "leaks")

@@ -84,7 +84,7 @@ fn values(py: Python<'_>, object: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
 fn padded_sizes(given: &IndexVec) -> PyResult<Vec<usize>> {
     let size = |size: i64| {
         usize::try_from(size).map_err(|_| {
-            Error::config(format!("pad_to has {size}; a batch size must not be negative")).into()
+            Error::argument(format!("pad_to has {size}; a batch size must not be negative")).into()
         })
     };
     given.iter().map(size).collect()
@@ -112,7 +112,7 @@ fn prefix_entries(
     if entries.len() != count {
         let given = entries.len();
         let text = format!("a batch of {count} rows and {given} {name}; there must be an entry for each");
-        return Err(Error::config(text).into());
+        return Err(Error::argument(text).into());
     }
     Ok(entries)
 }
@@ -173,13 +173,13 @@ impl BatchPlanner {
     /// otherwise return `None`; and for the values of arguments on a GPU.
     ///
     /// Raises:
-    ///     ConfigError: If the arguments differ in length, a length does not follow from the request's
+    ///     ArgumentError: If the arguments differ in length, a length does not follow from the request's
     ///         current length, a row is listed twice, cached slots do not fill their prefix or their pages,
     ///         or the batch exceeds the planner's limits.
     ///     IndexError: If a row or a length is outside of the table.
     ///     IndexOwnershipError: If a row is not allocated, a cached slot is not in use, or the page that a
     ///         request continues was freed by another owner.
-    ///     StaleBufferError: If the allocator was cleared or resized since a request, which is not extended from
+    ///     StaleError: If the allocator was cleared or resized since a request, which is not extended from
     ///         0, took its slots.
     ///     DriverError: If a driver call fails, or the stream is being captured.
     #[pyo3(signature = (req_pool_indices, prefix_lens, seq_lens, prefix_slots=None, *, prefixes=None))]
@@ -203,7 +203,7 @@ impl BatchPlanner {
             (None, Some(leases)) => prefix_entries("prefixes", leases, rows.len(), leased_prefix)?,
             (Some(_), Some(_)) => {
                 return Err(
-                    Error::config("prefixes come from prefix_slots or prefixes, not from both").into()
+                    Error::argument("prefixes come from prefix_slots or prefixes, not from both").into()
                 );
             }
         };
@@ -234,11 +234,11 @@ impl BatchPlanner {
     ///     A `BatchPlan`, or `None` if there are not enough slots.
     ///
     /// Raises:
-    ///     ConfigError: As in `extend`; also if the batch exceeds every size of `pad_to`, or the table has no
+    ///     ArgumentError: As in `extend`; also if the batch exceeds every size of `pad_to`, or the table has no
     ///         padding row.
     ///     IndexError: As in `extend`.
     ///     IndexOwnershipError: As in `extend`.
-    ///     StaleBufferError: If the allocator was cleared or resized since a request took its slots.
+    ///     StaleError: If the allocator was cleared or resized since a request took its slots.
     ///     DriverError: As in `extend`.
     #[pyo3(signature = (req_pool_indices, seq_lens, tokens_per_req=args::Arg::Missing, *, pad_to=None),
            text_signature = "($self, req_pool_indices, seq_lens, tokens_per_req=1, *, pad_to=None)")]
@@ -271,13 +271,13 @@ impl BatchPlanner {
     ///         returns true.
     ///
     /// Raises:
-    ///     ConfigError: If a request has fewer tokens, or a row is listed twice. Nothing is changed.
+    ///     ArgumentError: If a request has fewer tokens, or a row is listed twice. Nothing is changed.
     ///     IndexError: If a row is outside of the table.
     ///     IndexOwnershipError: If a row is not allocated, or a request would end inside a page that has
     ///         another owner (possibly one behind a fence), which later tokens would overwrite; nothing is
     ///         changed. Also if the allocator is strict and a slot of the planner was freed by another owner;
     ///         all others are freed.
-    ///     StaleBufferError: As in `decode`.
+    ///     StaleError: As in `decode`.
     #[pyo3(signature = (req_pool_indices, seq_lens, *, after=None))]
     fn truncate(
         &self,
@@ -307,7 +307,7 @@ impl BatchPlanner {
     ///         locked, until its `query()` returns true.
     ///
     /// Raises:
-    ///     ConfigError: If a length differs from the request's, or a row is listed twice. Nothing is changed.
+    ///     ArgumentError: If a length differs from the request's, or a row is listed twice. Nothing is changed.
     ///     IndexError: If a row is outside of the table.
     ///     IndexOwnershipError: If a row is not allocated; nothing is changed. Also if the allocator is
     ///         strict and a slot of the planner was freed by another owner; everything else is freed.
@@ -344,10 +344,10 @@ impl BatchPlanner {
     ///     is nothing to copy (always for pages of one slot); or `None` if there is no free page.
     ///
     /// Raises:
-    ///     ConfigError: If `src` has fewer tokens, `dst` is not empty, or they are the same row.
+    ///     ArgumentError: If `src` has fewer tokens, `dst` is not empty, or they are the same row.
     ///     IndexError: If a row is outside of the table.
     ///     IndexOwnershipError: If a row is not allocated, or a page of `src` was freed by another owner.
-    ///     StaleBufferError: If the allocator was cleared or resized since `src` took its slots.
+    ///     StaleError: If the allocator was cleared or resized since `src` took its slots.
     ///     DriverError: If a driver call fails, or the stream is being captured.
     fn fork(
         &self,

@@ -96,7 +96,7 @@ impl BufferPool {
     ///     A `Buffer`. New memory is zeroed; reused memory has its last contents.
     ///
     /// Raises:
-    ///     ConfigError: If an extent is negative or the bytes overflow.
+    ///     ArgumentError: If an extent is negative or the bytes overflow.
     ///     TypeError: If the dtype is not supported.
     ///     OutOfMemoryError: If there is not enough memory even after the free buffers were deallocated.
     ///     DriverError: If a driver call fails, or a new buffer is needed while the current stream is
@@ -122,7 +122,7 @@ impl BufferPool {
     ) -> PyResult<Buffer> {
         let _acting = slf.get().debug.begin(slf.py(), owner)?;
         let count = i64::try_from(args::size("n", n)?);
-        let count = count.map_err(|_| Error::config(format!("n is {n}, more than an address can name")))?;
+        let count = count.map_err(|_| Error::argument(format!("n is {n}, more than an address can name")))?;
         Self::alloc_one(slf, Dims::new(&[count])?, DType::U8)
     }
 
@@ -171,7 +171,7 @@ impl BufferPool {
     /// Gives a buffer back.
     ///
     /// Raises:
-    ///     StaleBufferError: If the buffer was already given back. Nothing is changed.
+    ///     StaleError: If the buffer was already given back. Nothing is changed.
     ///     IndexOwnershipError: If the buffer belongs to another pool.
     fn release(slf: &Bound<'_, Self>, buffer: &Bound<'_, Buffer>) -> PyResult<()> {
         let buffer = buffer.get();
@@ -183,7 +183,7 @@ impl BufferPool {
         buffer.release(slf.py())
     }
 
-    /// Gives every buffer in use back. Using one of them afterwards raises `StaleBufferError`. The same
+    /// Gives every buffer in use back. Using one of them afterwards raises `StaleError`. The same
     /// sequence of `alloc` calls then gets the same memory.
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
@@ -344,7 +344,7 @@ impl Buffer {
     /// If you keep the tensor after the buffer was given back, it shows what the next owner writes.
     ///
     /// Raises:
-    ///     StaleBufferError: If the buffer was given back.
+    ///     StaleError: If the buffer was given back.
     #[getter]
     fn tensor(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         let pool = self.pool.get();
@@ -368,7 +368,7 @@ impl Buffer {
     /// Gives the buffer back.
     ///
     /// Raises:
-    ///     StaleBufferError: If the buffer was already given back. Nothing is changed.
+    ///     StaleError: If the buffer was already given back. Nothing is changed.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.pool.get().debug.begin(py, None)?;
         Ok(self.pool.get().pool.release(self.handle)?)

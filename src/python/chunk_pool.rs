@@ -271,7 +271,7 @@ impl ChunkPool {
     ///     A list of `Chunk`, or `None` if there are not enough.
     ///
     /// Raises:
-    ///     ConfigError: If `n` is negative.
+    ///     ArgumentError: If `n` is negative.
     #[pyo3(signature = (n, *, owner=None))]
     fn allocate_batch(
         slf: &Bound<'_, Self>,
@@ -318,7 +318,7 @@ impl ChunkPool {
     ///     Whether page-locking has ended.
     ///
     /// Raises:
-    ///     ConfigError: If `timeout` is negative or NaN.
+    ///     ArgumentError: If `timeout` is negative or NaN.
     ///     DriverError: In a forked child, where page-locking never ends.
     #[pyo3(signature = (timeout=None))]
     fn wait_page_locked(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
@@ -442,8 +442,8 @@ impl Chunk {
     ///     shape: Shape of at most as many elements as a chunk has. Defaults to `chunk_shape`.
     ///
     /// Raises:
-    ///     ConfigError: If `shape` does not fit the chunk.
-    ///     StaleBufferError: If the chunk was freed.
+    ///     ArgumentError: If `shape` does not fit the chunk.
+    ///     StaleError: If the chunk was freed.
     #[pyo3(signature = (shape=None))]
     fn tensor(&self, py: Python<'_>, shape: Option<&Bound<'_, PyAny>>) -> PyResult<Py<PyAny>> {
         let shape: Option<Dims> = shape.map(args::shape).transpose()?;
@@ -458,7 +458,7 @@ impl Chunk {
     ///     The chunk itself.
     ///
     /// Raises:
-    ///     StaleBufferError: If the chunk was freed.
+    ///     StaleError: If the chunk was freed.
     fn retain(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {
         let chunk = slf.get();
         let pool = chunk.pool.get();
@@ -495,9 +495,9 @@ impl Chunk {
     ///     A `ChunkCopy`: `query` and `wait` say when the copy is complete.
     ///
     /// Raises:
-    ///     ConfigError: If `tensor` has more elements than the chunk, or `stream` is one of another GPU or 2.
+    ///     ArgumentError: If `tensor` has more elements than the chunk, or `stream` is one of another GPU or 2.
     ///     TypeError: If `tensor` has another dtype.
-    ///     StaleBufferError: If the chunk was freed.
+    ///     StaleError: If the chunk was freed.
     #[pyo3(signature = (tensor, stream=None))]
     fn copy_from(
         &self,
@@ -511,10 +511,10 @@ impl Chunk {
     /// Copies the beginning of the chunk to the elements of `tensor`, in order. Otherwise like `copy_from`.
     ///
     /// Raises:
-    ///     ConfigError: If `tensor` has more elements than the chunk, is read-only, or overlaps itself, or `stream` is
+    ///     ArgumentError: If `tensor` has more elements than the chunk, is read-only, or overlaps itself, or `stream` is
     ///         one of another GPU or 2.
     ///     TypeError: If `tensor` has another dtype.
-    ///     StaleBufferError: If the chunk was freed.
+    ///     StaleError: If the chunk was freed.
     #[pyo3(signature = (tensor, stream=None))]
     fn copy_to(
         &self,
@@ -605,7 +605,7 @@ impl ChunkCopy {
     ///     Whether the copy is complete.
     ///
     /// Raises:
-    ///     ConfigError: If `timeout` is negative or NaN.
+    ///     ArgumentError: If `timeout` is negative or NaN.
     ///     DriverError: As in `query`.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {

@@ -1,6 +1,6 @@
 //! The mapping from [`Error`] to Python exceptions.
 
-use pyo3::exceptions::{PyIndexError, PyOSError, PyRuntimeError, PyTypeError};
+use pyo3::exceptions::{PyIndexError, PyOSError, PyTypeError};
 use pyo3::prelude::*;
 
 use crate::base::{Error, ErrorKind};
@@ -23,15 +23,16 @@ impl From<Error> for PyErr {
 pub(super) const fn class_name(kind: ErrorKind) -> &'static str {
     match kind {
         ErrorKind::Config => "ConfigError",
+        ErrorKind::Argument => "ArgumentError",
         ErrorKind::Type => "TypeError",
         ErrorKind::Index => "IndexError",
         ErrorKind::IndexOwnership => "IndexOwnershipError",
         ErrorKind::OutOfMemory => "OutOfMemoryError",
         ErrorKind::WorkspaceExhausted => "WorkspaceExhaustedError",
-        ErrorKind::StaleBuffer => "StaleBufferError",
+        ErrorKind::Stale => "StaleError",
         ErrorKind::Driver => "DriverError",
         ErrorKind::BackendUnavailable => "BackendUnavailableError",
-        ErrorKind::State => "RuntimeError",
+        ErrorKind::State => "StateError",
     }
 }
 
@@ -41,7 +42,6 @@ fn to_exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let exception = match error.kind() {
         ErrorKind::Type => PyTypeError::new_err(message),
         ErrorKind::Index => PyIndexError::new_err(message),
-        ErrorKind::State => PyRuntimeError::new_err(message),
         kind => {
             let class = py.import("kvpool.errors")?.getattr(class_name(kind))?;
             PyErr::from_value(class.call1((message,))?)

@@ -37,7 +37,7 @@ impl Fetch {
     ///     Whether the fetch is over.
     ///
     /// Raises:
-    ///     ConfigError: If `timeout` is negative or NaN.
+    ///     ArgumentError: If `timeout` is negative or NaN.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         wait_in_slices(py, timeout, |slice| Ok(self.fetch.wait(slice)))

@@ -91,9 +91,9 @@ impl FileStore {
     ///         however often one asks.
     ///
     /// Raises:
-    ///     ConfigError: If a key does not have 32 bytes.
+    ///     ArgumentError: If a key does not have 32 bytes.
     ///     TypeError: If `keys` is something else.
-    ///     RuntimeError: If the store is closed, or belongs to the process that this one was forked from.
+    ///     StateError: If the store is closed, or belongs to the process that this one was forked from.
     #[pyo3(signature = (keys, *, will_use=false))]
     fn exists(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, will_use: bool) -> PyResult<usize> {
         let keys = args::page_keys(keys)?;
@@ -107,7 +107,7 @@ impl FileStore {
     ///     keys: As in `exists`.
     ///
     /// Raises:
-    ///     RuntimeError: As in `exists`.
+    ///     StateError: As in `exists`.
     fn find(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         let keys = args::page_keys(keys)?;
         self.report(py);
@@ -123,7 +123,7 @@ impl FileStore {
     ///     What `find` returns.
     ///
     /// Raises:
-    ///     RuntimeError: As in `exists`.
+    ///     StateError: As in `exists`.
     fn touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         let keys = args::page_keys(keys)?;
         self.report(py);
@@ -145,10 +145,10 @@ impl FileStore {
     ///     A `StoreTransfer`.
     ///
     /// Raises:
-    ///     ConfigError: If the numbers of keys and pages differ, or the pages have another size, are not contiguous,
+    ///     ArgumentError: If the numbers of keys and pages differ, or the pages have another size, are not contiguous,
     ///         overlap, are read-only, or are not in host memory.
     ///     IndexError: If there is no such row.
-    ///     RuntimeError: As in `exists`.
+    ///     StateError: As in `exists`.
     #[pyo3(signature = (keys, pages, *, rows=None))]
     fn get(
         &self,
@@ -181,9 +181,9 @@ impl FileStore {
     ///     A `StoreTransfer`.
     ///
     /// Raises:
-    ///     ConfigError: As in `get`; or if `parent` does not have 0 or 32 bytes.
+    ///     ArgumentError: As in `get`; or if `parent` does not have 0 or 32 bytes.
     ///     IndexError: As in `get`.
-    ///     RuntimeError: As in `exists`.
+    ///     StateError: As in `exists`.
     #[pyo3(signature = (keys, pages, *, rows=None, parent=None))]
     fn put(
         &self,
@@ -197,7 +197,7 @@ impl FileStore {
             None => PutAfter::PreviousCall,
             Some([]) => PutAfter::Nothing,
             Some(key) => PutAfter::Page(key.try_into().map_err(|_| {
-                Error::config(format!("parent has {} bytes; a key has 32, and no page b\"\"", key.len()))
+                Error::argument(format!("parent has {} bytes; a key has 32, and no page b\"\"", key.len()))
             })?),
         };
         let (keys, rows) = (args::page_keys(keys)?, select_rows(py, pages, rows, Access::Read)?);
@@ -215,7 +215,7 @@ impl FileStore {
     ///     How many were there.
     ///
     /// Raises:
-    ///     RuntimeError: As in `exists`.
+    ///     StateError: As in `exists`.
     fn remove(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let keys = args::page_keys(keys)?;
         let removed = py.detach(|| self.store.remove(&keys))?;
@@ -234,7 +234,7 @@ impl FileStore {
     /// be called again, also after an interrupt.
     ///
     /// Raises:
-    ///     RuntimeError: If the store belongs to the process that this one was forked from.
+    ///     StateError: If the store belongs to the process that this one was forked from.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         wait_in_slices(py, None, |slice| self.store.close(slice))?;
         self.report(py);
@@ -246,7 +246,7 @@ impl FileStore {
     /// `dropped` pages of `put` (for which there was no room), `errors` of the system, `read_bytes` and `written_bytes`.
     ///
     /// Raises:
-    ///     RuntimeError: If the store belongs to the process that this one was forked from.
+    ///     StateError: If the store belongs to the process that this one was forked from.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.report(py);
         let dict = PyDict::new(py);
@@ -345,7 +345,7 @@ impl StoreTransfer {
     /// Returns whether all pages are done. Does not wait.
     ///
     /// Raises:
-    ///     RuntimeError: If it belongs to the process that this one was forked from.
+    ///     StateError: If it belongs to the process that this one was forked from.
     fn query(&self) -> PyResult<bool> {
         Ok(self.transfer.query()?)
     }
@@ -359,8 +359,8 @@ impl StoreTransfer {
     ///     Whether all pages are done.
     ///
     /// Raises:
-    ///     ConfigError: If `timeout` is negative or NaN.
-    ///     RuntimeError: As in `query`.
+    ///     ArgumentError: If `timeout` is negative or NaN.
+    ///     StateError: As in `query`.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         wait_in_slices(py, timeout, |slice| self.transfer.wait(slice))
@@ -383,7 +383,7 @@ impl StoreTransfer {
     /// that are not done, and for one that another `put` is still writing.
     ///
     /// Raises:
-    ///     RuntimeError: As in `query`.
+    ///     StateError: As in `query`.
     #[getter]
     fn present(&self) -> PyResult<Vec<bool>> {
         Ok(self.transfer.present()?)
@@ -392,7 +392,7 @@ impl StoreTransfer {
     /// The number of present pages before the first that is not: the part of a prefix that can be used.
     ///
     /// Raises:
-    ///     RuntimeError: As in `query`.
+    ///     StateError: As in `query`.
     #[getter]
     fn leading(&self) -> PyResult<usize> {
         Ok(self.transfer.leading()?)

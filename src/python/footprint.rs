@@ -53,7 +53,7 @@ struct Shapes {
 ///     max_reqs: The most requests at once.
 ///
 /// Raises:
-///     ConfigError: If no pool can be that large.
+///     ArgumentError: If no pool can be that large.
 #[pyfunction]
 pub(super) fn _footprint<'py>(
     py: Python<'py>,

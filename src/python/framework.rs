@@ -315,7 +315,7 @@ pub(super) fn backend(py: Python<'_>, device: Device) -> PyResult<Arc<dyn Backen
 fn unreadable_tensor_error(py: Python<'_>, error: &PyErr) -> PyErr {
     let cause = error.value(py).to_string();
     let reason = cause.lines().next().unwrap_or_default();
-    Error::config(format!("the tensor cannot be read: {reason}")).into()
+    Error::argument(format!("the tensor cannot be read: {reason}")).into()
 }
 
 /// Takes the exception that a C function set.

@@ -192,7 +192,7 @@ impl GdnPool {
     ///     IndexError: If a slot is outside of the pool. Nothing is copied.
     ///     IndexOwnershipError: If a slot of `dst` has a snapshot of a prefix cache. Nothing is copied. Tensors
     ///         on a GPU are not checked for it.
-    ///     ConfigError: If `src` and `dst` differ in length.
+    ///     ArgumentError: If `src` and `dst` differ in length.
     fn copy_states(&self, py: Python<'_>, src: &Bound<'_, PyAny>, dst: &Bound<'_, PyAny>) -> PyResult<()> {
         let (mut src, mut dst) = (args::index_or_indices(src)?, args::index_or_indices(dst)?);
         let stream = self.stream(py, src.host_len() + dst.host_len())?;

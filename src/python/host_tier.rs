@@ -124,7 +124,7 @@ impl HostTier {
     ///     Whether it has ended within the time.
     ///
     /// Raises:
-    ///     ConfigError: If `timeout` is negative.
+    ///     ArgumentError: If `timeout` is negative.
     ///     DriverError: In a forked child.
     #[pyo3(signature = (timeout=None))]
     fn wait_page_locked(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
@@ -242,7 +242,7 @@ impl Load {
     /// Raises:
     ///     DriverError: If the current stream is being captured.
     ///     IndexError: If there is no such layer.
-    ///     RuntimeError: If the load was cancelled or failed before it.
+    ///     StateError: If the load was cancelled or failed before it.
     fn wait_layer(&self, py: Python<'_>, layer: &Bound<'_, PyAny>) -> PyResult<()> {
         let layer = args::count("layer", layer)?;
         Ok(self.load.wait_layer(layer, current_stream(py, self.device)?)?)
@@ -252,7 +252,7 @@ impl Load {
     /// other requests find the pages, too. Does not wait.
     ///
     /// Raises:
-    ///     RuntimeError: If it was cancelled or failed: the lease is as long as before, and the request computes.
+    ///     StateError: If it was cancelled or failed: the lease is as long as before, and the request computes.
     fn query(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(self.load.query(current_stream(py, self.device)?)?)
     }
@@ -266,15 +266,15 @@ impl Load {
     ///     Whether it is complete.
     ///
     /// Raises:
-    ///     ConfigError: If `timeout` is negative or NaN.
-    ///     RuntimeError: As in `query`.
+    ///     ArgumentError: If `timeout` is negative or NaN.
+    ///     StateError: As in `query`.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let stream = current_stream(py, self.device)?;
         wait_in_slices(py, timeout, |slice| poll(slice, || self.load.query(stream)))
     }
 
-    /// The `RuntimeError` of a load that was cancelled or failed, the `DriverError` of a device that has failed, else
+    /// The `StateError` of a load that was cancelled or failed, the `DriverError` of a device that has failed, else
     /// `None`.
     ///
     /// Raises:
@@ -289,7 +289,7 @@ impl Load {
     /// next owner comes after the copies. Does nothing if the load is complete, or the lease was released.
     ///
     /// Raises:
-    ///     ConfigError: If a planner has the lease: its request uses the slots.
+    ///     StateError: If a planner has the lease: its request uses the slots.
     fn cancel(&self, py: Python<'_>) -> PyResult<()> {
         Ok(self.load.cancel(current_stream(py, self.device)?)?)
     }

@@ -244,7 +244,7 @@ impl KvPool {
     /// Raises:
     ///     IndexError: If a slot or the layer is outside of the pool. Nothing is written. With indices on a
     ///         GPU, invalid ones are skipped and a later call raises this error.
-    ///     ConfigError: If a shape, device or scale is invalid. Nothing is written.
+    ///     ArgumentError: If a shape, device or scale is invalid. Nothing is written.
     ///     TypeError: If a dtype cannot be converted. Nothing is written.
     #[pyo3(signature = (layer_id, indices, k, v, k_scale=None, v_scale=None))]
     fn set_kv_buffer(
@@ -281,7 +281,7 @@ impl KvPool {
     /// Raises:
     ///     IndexError: If a slot or the layer is outside of the pool. With indices on a GPU, the row of an
     ///         invalid index is zero and a later call raises this error.
-    ///     ConfigError: If `out` has another shape, device or layout.
+    ///     ArgumentError: If `out` has another shape, device or layout.
     ///     TypeError: If `out` has another dtype.
     #[pyo3(signature = (layer_id, indices, out=None))]
     fn gather_kv(
@@ -322,7 +322,7 @@ impl KvPool {
     ///
     /// Raises:
     ///     IndexError: If a slot is outside of the pool. Nothing is moved.
-    ///     ConfigError: If the arguments differ in length.
+    ///     ArgumentError: If the arguments differ in length.
     fn move_kv(
         &self,
         py: Python<'_>,

@@ -111,7 +111,7 @@ fn wait_in_slices(
 ) -> PyResult<bool> {
     let seconds = timeout.unwrap_or(f64::INFINITY);
     if seconds.is_nan() || seconds < 0.0 {
-        return Err(Error::config(format!("timeout is {seconds}; it must be seconds, not negative")).into());
+        return Err(Error::argument(format!("timeout is {seconds}; it must be seconds, not negative")).into());
     }
     let start = Instant::now();
     loop {
@@ -156,7 +156,7 @@ fn get_num_threads() -> usize {
 ///     threads: The number of threads. 0 means one per CPU, up to 16.
 ///
 /// Raises:
-///     ConfigError: If `threads` is negative.
+///     ArgumentError: If `threads` is negative.
 ///     TypeError: If `threads` is not an int.
 #[pyfunction]
 fn set_num_threads(threads: &Bound<'_, PyAny>) -> PyResult<()> {

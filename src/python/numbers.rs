@@ -93,7 +93,7 @@ fn select(index: &Bound<'_, PyAny>, extent: i64) -> PyResult<DimIndex> {
     if let Ok(slice) = index.cast::<PySlice>() {
         let chosen = slice.indices(distance(extent))?;
         let Ok(step) = usize::try_from(chosen.step) else {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "the step of a slice is {}; it must be positive: numpy() takes others",
                 chosen.step
             ))

@@ -77,7 +77,7 @@ pub(super) use lease::{Lease, Published};
 /// Raises:
 ///     ConfigError: If `policy` is unknown, `max_pinned` is outside of [0, 1], the pools are on different devices,
 ///         the tier is for other pools or belongs to another cache, or only one of a store and `model` is given.
-///     RuntimeError: If the store is closed.
+///     StateError: If the store is closed.
 ///     TypeError: If `tiers` has something else.
 #[pyclass(extends = BasePool, frozen, module = "kvpool", name = "PrefixCache")]
 pub(super) struct PrefixCache {
@@ -245,7 +245,7 @@ impl PrefixCache {
     ///         Without a store, ranks that make the same calls agree anyway.
     ///
     /// Raises:
-    ///     ConfigError: If a token is outside of [0, 2**31), `limit` is negative, or `agree` returns less than the
+    ///     ArgumentError: If a token is outside of [0, 2**31), `limit` is negative, or `agree` returns less than the
     ///         device has or more than this rank has. What `agree` raises.
     ///     TypeError: If `tokens` are not ints, or `namespace` is of another type.
     #[pyo3(signature = (tokens, *, namespace=None, limit=None, agree=None))]
@@ -268,7 +268,7 @@ impl PrefixCache {
                 let least = agree.call1((have,)).and_then(|least| args::count("the result of agree", &least));
                 least.map_err(|error| {
                     raised = Some(error);
-                    Error::config("agree has failed")
+                    Error::argument("agree has failed")
                 })
             });
             raised.map_or(Ok(()), Err)?;
@@ -290,7 +290,7 @@ impl PrefixCache {
     ///     A `Fetch`; without a store it is over at once.
     ///
     /// Raises:
-    ///     ConfigError: As in `match`.
+    ///     ArgumentError: As in `match`.
     ///     OutOfMemoryError: If no thread can be started.
     ///     TypeError: As in `match`.
     #[pyo3(signature = (tokens, *, namespace=None, limit=None))]
@@ -316,7 +316,7 @@ impl PrefixCache {
     ///     namespace: As in `match`.
     ///
     /// Raises:
-    ///     ConfigError: As in `match` and `Lease.publish`.
+    ///     ArgumentError: As in `match` and `Lease.publish`.
     ///     IndexOwnershipError: As in `Lease.publish`.
     #[pyo3(signature = (tokens, slots, *, namespace=None))]
     fn insert(
@@ -343,7 +343,7 @@ impl PrefixCache {
     /// Evicts at least `tokens` tokens, or all that are evictable, and returns how many slots became free.
     ///
     /// Raises:
-    ///     ConfigError: If `tokens` is negative.
+    ///     ArgumentError: If `tokens` is negative.
     fn evict(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
         let tokens = args::count("tokens", tokens)?;
         let _acting = self.begin(py)?;
@@ -360,7 +360,7 @@ impl PrefixCache {
     ///     Whether all copies completed within the time.
     ///
     /// Raises:
-    ///     ConfigError: If `timeout` is negative.
+    ///     ArgumentError: If `timeout` is negative.
     ///     DriverError: If the device has failed.
     #[pyo3(signature = (timeout=None))]
     fn wait_written(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
@@ -388,17 +388,17 @@ impl PrefixCache {
     ///     priority: 0 to 254.
     ///
     /// Raises:
-    ///     ConfigError: If more than the share `max_pinned` of the capacity would be retained, an argument is
-    ///         negative, the prefix was cleared, or the lease is of another cache.
-    ///     StaleBufferError: If the lease was released.
+    ///     ArgumentError: If an argument is negative, or the lease is of another cache.
+    ///     StaleError: If the lease was released, or the prefix was cleared.
+    ///     StateError: If more than the share `max_pinned` of the capacity would be retained.
     #[pyo3(signature = (lease, *, seconds=None, priority=Arg::Missing),
            text_signature = "($self, lease, *, seconds=None, priority=0)")]
     fn pin(&self, py: Python<'_>, lease: &Lease, seconds: Option<f64>, priority: Arg<'_>) -> PyResult<()> {
         let time = seconds.map(Duration::try_from_secs_f64).transpose();
-        let time = time.map_err(|error| Error::config(format!("seconds is {seconds:?}: {error}")))?;
+        let time = time.map_err(|error| Error::argument(format!("seconds is {seconds:?}: {error}")))?;
         let priority = priority.count("priority", 0)?;
         let priority = u8::try_from(priority).ok().filter(|&priority| priority < u8::MAX);
-        let priority = priority.ok_or_else(|| Error::config("priority is outside [0, 254]"))?;
+        let priority = priority.ok_or_else(|| Error::argument("priority is outside [0, 254]"))?;
         Ok(self.cache.pin(&lease.lease, time, priority, self.stream(py)?)?)
     }
 
@@ -432,7 +432,7 @@ impl PrefixCache {
     ///     A list of `Segment`, which together cover the prompt, in order.
     ///
     /// Raises:
-    ///     ConfigError: As in `match`.
+    ///     ArgumentError: As in `match`.
     ///     TypeError: As in `match`.
     #[pyo3(signature = (tokens, namespace=None))]
     fn explain(
@@ -451,7 +451,7 @@ impl PrefixCache {
     /// gets `Cleared` and must start over.
     ///
     /// Raises:
-    ///     ConfigError: If the cache was made without `events=True`.
+    ///     StateError: If the cache was made without `events=True`.
     fn events(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
         let events = self.cache.take_events(self.stream(py)?)?;
         events.into_iter().map(|event| event_to_py(py, event)).collect()

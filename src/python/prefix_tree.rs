@@ -7,7 +7,7 @@ use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::base::{Device, Error, ErrorKind, Id, IndexVec};
+use crate::base::{Device, Error, Id, IndexVec};
 use crate::cache::{NodeHandle, NodeInfo, PolicyKind};
 use crate::index::CallGuard;
 use crate::memory::Stream;
@@ -71,7 +71,7 @@ impl PrefixTree {
 fn node_of(object: &Bound<'_, PyAny>) -> PyResult<NodeHandle> {
     let number = args::int(object)?;
     let node = u64::try_from(number).map(NodeHandle::new);
-    node.map_err(|_| Error::new(ErrorKind::StaleBuffer, format!("no node has the number {number}")).into())
+    node.map_err(|_| Error::stale(format!("no node has the number {number}")).into())
 }
 
 fn numbers(nodes: &[NodeHandle]) -> Vec<u64> {
@@ -107,7 +107,7 @@ impl PrefixTree {
     ///     limit: Maximum length in tokens.
     ///
     /// Raises:
-    ///     ConfigError: If a token is outside of [0, 2**31), or `limit` is negative.
+    ///     ArgumentError: If a token is outside of [0, 2**31), or `limit` is negative.
     ///     TypeError: If `tokens` are not ints, or `namespace` is of another type.
     #[pyo3(signature = (tokens, *, namespace=None, limit=None))]
     fn r#match(
@@ -132,9 +132,9 @@ impl PrefixTree {
     ///     namespace: As in `match`.
     ///
     /// Raises:
-    ///     ConfigError: If a token or slot is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+    ///     ArgumentError: If a token or slot is outside of [0, 2**31), or `tokens` and `slots` differ in length.
     ///     IndexOwnershipError: If a slot is listed twice, or cached with other tokens. Nothing is changed.
-    ///     StaleBufferError: If another thread clears the allocator meanwhile. Nothing is changed.
+    ///     StaleError: If another thread clears the allocator meanwhile. Nothing is changed.
     ///     TypeError: As in `match`.
     #[pyo3(signature = (tokens, slots, *, namespace=None))]
     fn insert(
@@ -154,7 +154,7 @@ impl PrefixTree {
     /// Keeps a node and its ancestors from being evicted. Locks of a node are counted.
     ///
     /// Raises:
-    ///     StaleBufferError: If the node was evicted.
+    ///     StaleError: If the node was evicted.
     fn lock(&self, py: Python<'_>, node: &Bound<'_, PyAny>) -> PyResult<()> {
         Ok(self.tree.lock(node_of(node)?, self.stream(py)?)?)
     }
@@ -162,7 +162,7 @@ impl PrefixTree {
     /// Undoes one `lock` of a node.
     ///
     /// Raises:
-    ///     StaleBufferError: If the node was evicted.
+    ///     StaleError: If the node was evicted.
     ///     IndexOwnershipError: If the node has no lock. Nothing is changed.
     fn unlock(&self, py: Python<'_>, node: &Bound<'_, PyAny>) -> PyResult<()> {
         Ok(self.tree.unlock(node_of(node)?, self.stream(py)?)?)
@@ -172,7 +172,7 @@ impl PrefixTree {
     /// evictable. Their slots are freed at once, in one call.
     ///
     /// Raises:
-    ///     ConfigError: If `tokens` is negative.
+    ///     ArgumentError: If `tokens` is negative.
     fn evict(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>) -> PyResult<TreeEviction> {
         let tokens = args::count("tokens", tokens)?;
         let _acting = self.begin(py)?;
@@ -193,8 +193,8 @@ impl PrefixTree {
     ///     start: The position of the first slot.
     ///
     /// Raises:
-    ///     StaleBufferError: If the node was evicted.
-    ///     ConfigError: If `start` is negative.
+    ///     StaleError: If the node was evicted.
+    ///     ArgumentError: If `start` is negative.
     #[pyo3(signature = (node, start=Arg::Missing), text_signature = "($self, node, start=0)")]
     fn slots(&self, py: Python<'_>, node: &Bound<'_, PyAny>, start: Arg<'_>) -> PyResult<Py<PyAny>> {
         let (node, start) = (node_of(node)?, start.count("start", 0)?);
@@ -204,7 +204,7 @@ impl PrefixTree {
     /// Describes a node as it is now. This is a call for debugging, because it looks at every node.
     ///
     /// Raises:
-    ///     StaleBufferError: If the node was evicted.
+    ///     StaleError: If the node was evicted.
     fn node(&self, py: Python<'_>, node: &Bound<'_, PyAny>) -> PyResult<TreeNode> {
         let name = node_of(node)?;
         Ok(TreeNode { name, info: self.tree.info(name, self.stream(py)?)? })

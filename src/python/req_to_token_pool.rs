@@ -142,7 +142,7 @@ fn table_index<'a, 'py>(
         if value.is_none() { Ok(None) } else { args::int(&value).map(Some) }
     };
     if let Some(step) = part(intern!(py, "step"))?.filter(|&step| step != 1) {
-        return Err(Error::config(format!(
+        return Err(Error::argument(format!(
             "a slice with step {step}; only consecutive columns can be written"
         ))
         .into());
@@ -229,7 +229,7 @@ impl ReqToTokenPool {
     ///     A list of `n` ints, or `None` if there are not enough rows.
     ///
     /// Raises:
-    ///     ConfigError: If `n` is negative.
+    ///     ArgumentError: If `n` is negative.
     ///     DriverError: If the stream is being captured, or rows that an earlier call could not zero cannot be zeroed now.
     ///         No row is taken.
     #[pyo3(signature = (n=Arg::Missing, *, owner=None), text_signature = "($self, n=1, *, owner=None)")]
@@ -295,7 +295,7 @@ impl ReqToTokenPool {
     /// Raises:
     ///     IndexError: If a place is outside of the table. Nothing is written. An invalid place that only the
     ///         GPU has is skipped, and a later call raises this error.
-    ///     ConfigError: If the number of values is neither 1 nor the number of places.
+    ///     ArgumentError: If the number of values is neither 1 nor the number of places.
     ///     DriverError: If a driver call fails, or the stream is being captured.
     fn write(&self, py: Python<'_>, index: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<()> {
         let index: (Bound<'_, PyAny>, Bound<'_, PyAny>) = index.extract().map_err(|_| {
@@ -321,7 +321,7 @@ impl ReqToTokenPool {
     ///
     /// Raises:
     ///     IndexError: If a row is not in the table, or a request is longer than a row or than `kv_indices`.
-    ///     ConfigError: If a length or device is invalid.
+    ///     ArgumentError: If a length or device is invalid.
     ///     TypeError: If `kv_indices` is not an int32 tensor.
     fn build_kv_indices(
         &self,

@@ -28,7 +28,7 @@ impl StoreQueue {
     /// Returns the next call of `find` or `read`, or `None` after a while without one. Waits without the GIL.
     ///
     /// Raises:
-    ///     RuntimeError: Once it is closed, and in the child of a fork.
+    ///     StateError: Once it is closed, and in the child of a fork.
     fn next_read(&self, py: Python<'_>) -> PyResult<Option<StoreCall>> {
         self.next(py, StoreCallQueue::Reads)
     }
@@ -41,7 +41,7 @@ impl StoreQueue {
     /// Rejects further calls, and waits, without the GIL, until the earlier ones are answered.
     ///
     /// Raises:
-    ///     RuntimeError: In the child of a fork.
+    ///     StateError: In the child of a fork.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         wait_in_slices(py, None, |slice| self.store.close(slice)).map(drop)
     }

@@ -273,7 +273,7 @@ impl TokenToKvPoolAllocator {
     /// otherwise return `None`; and for the GPU, if it is far behind with slots handed out before.
     ///
     /// Raises:
-    ///     ConfigError: If `need_size` is negative, or `contiguous` is another string.
+    ///     ArgumentError: If `need_size` is negative, or `contiguous` is another string.
     ///     TypeError: If `need_size` is not an int, or `contiguous` neither a bool nor a string.
     ///     OutOfMemoryError: If tensors that are still alive cover the stage. Nothing is taken.
     ///     DriverError: If a driver call fails, or the stream is being captured. Nothing is taken.
@@ -316,7 +316,7 @@ impl TokenToKvPoolAllocator {
     ///     if there are not enough slots.
     ///
     /// Raises:
-    ///     ConfigError: If the arguments differ in length, a length is negative or shrinks, or `last_loc` is
+    ///     ArgumentError: If the arguments differ in length, a length is negative or shrinks, or `last_loc` is
     ///         not the end of its prefix. If that is found on a GPU, the slots behind it were the padding slot.
     ///     IndexOwnershipError: If the page of `last_loc` is not in use, or two requests would continue the
     ///         same page.
@@ -348,7 +348,7 @@ impl TokenToKvPoolAllocator {
     ///     A 1-D tensor `[bs]`, or `None` if there are not enough slots.
     ///
     /// Raises:
-    ///     ConfigError: As in `alloc_extend`.
+    ///     ArgumentError: As in `alloc_extend`.
     ///     IndexOwnershipError: As in `alloc_extend`.
     #[pyo3(signature = (seq_lens, last_loc, *, owner=None))]
     fn alloc_decode(
@@ -426,7 +426,7 @@ impl TokenToKvPoolAllocator {
     ///     owner: As in `free`.
     ///
     /// Raises:
-    ///     ConfigError: If `start_pos` does not begin a page.
+    ///     ArgumentError: If `start_pos` does not begin a page.
     ///     IndexOwnershipError: As in `free`.
     ///     TypeError: As in `free`.
     #[pyo3(signature = (indices, *, start_pos, after=None, owner=None))]
@@ -449,7 +449,7 @@ impl TokenToKvPoolAllocator {
     ///     owner: As in `free`.
     ///
     /// Raises:
-    ///     ConfigError: As in `free_segment`. Nothing is freed.
+    ///     ArgumentError: As in `free_segment`. Nothing is freed.
     ///     IndexOwnershipError: As in `free`.
     ///     TypeError: As in `free`.
     #[pyo3(signature = (segments, *, after=None, owner=None))]
@@ -502,7 +502,7 @@ impl TokenToKvPoolAllocator {
     ///         stream. It must outlive the allocator.
     ///
     /// Raises:
-    ///     ConfigError: If the tensor does not come from this allocator, or `stream` is 2.
+    ///     ArgumentError: If the tensor does not come from this allocator, or `stream` is 2.
     ///     DriverError: If the GPU has no such stream.
     #[pyo3(signature = (tensor, stream=None))]
     fn used_on(
@@ -556,7 +556,7 @@ impl TokenToKvPoolAllocator {
     /// Ends a group. The end of the outermost group frees everything collected, as one call.
     ///
     /// Raises:
-    ///     ConfigError: If no group is open.
+    ///     StateError: If no group is open.
     ///     IndexOwnershipError: As in `free`. The group is closed, and none of its slots is freed.
     fn free_group_end(&self, py: Python<'_>) -> PyResult<()> {
         let _acting = self.debug.begin(py, None)?;
@@ -592,7 +592,7 @@ impl TokenToKvPoolAllocator {
     ///     size: As in the constructor.
     ///
     /// Raises:
-    ///     ConfigError: As in the constructor. Nothing is changed.
+    ///     ArgumentError: As in the constructor. Nothing is changed.
     ///     OutOfMemoryError: If there is not enough memory. Nothing is changed.
     ///     DriverError: If the stream is being captured. Nothing is changed.
     fn resize(&self, py: Python<'_>, size: &Bound<'_, PyAny>) -> PyResult<()> {

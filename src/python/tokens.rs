@@ -80,7 +80,7 @@ impl ListTokens<'_, '_> {
         let is_int = unsafe { ffi::PyLong_CheckExact(item) } == 1;
         if !is_int {
             self.has_others.set(true);
-            return Err(Error::config("an element is no plain int"));
+            return Err(Error::argument("an element is no plain int"));
         }
         let mut overflow = 0;
         // SAFETY: the item is an int, and `overflow` outlives the call.
@@ -232,7 +232,7 @@ pub(super) fn with_keys<R>(
         if start <= end && end <= len {
             return Ok(start..end);
         }
-        Err(Error::config(format!("tokens {start}..{end} are not within the {len} given")).into())
+        Err(Error::argument(format!("tokens {start}..{end} are not within the {len} given")).into())
     };
     if !has_free_threads()
         && object.get_type().is(ARRAY.import(py, "array", "array")?)
@@ -335,7 +335,7 @@ pub(super) fn slots_of(numbers: impl Iterator<Item = i64>, begin: usize) -> Resu
             i32::try_from(number).ok().and_then(|number| u32::try_from(number).ok()).map(EngineSlot::new);
         let slot = slot.ok_or_else(|| {
             let position = begin + position;
-            Error::config(format!("slot {number} at position {position} is outside [0, 2**31)"))
+            Error::argument(format!("slot {number} at position {position} is outside [0, 2**31)"))
                 .with_index(number)
         });
         try_push(&mut slots, slot?)?;
@@ -347,7 +347,7 @@ impl<T: Copy + Into<i64>> SlotSource for RawTokens<'_, T> {
     fn read(&self, at: usize, count: usize) -> Result<Vec<EngineSlot>> {
         let mut slots = try_with_capacity(count)?;
         if at + count > self.count {
-            return Err(Error::config(format!("slots {at}..{} of {} are needed", at + count, self.count)));
+            return Err(Error::argument(format!("slots {at}..{} of {} are needed", at + count, self.count)));
         }
         self.blocks(at..at + count, |block| {
             let begin = at + slots.len();

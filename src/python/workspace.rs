@@ -105,9 +105,9 @@ impl Workspace {
     ///
     /// Raises:
     ///     WorkspaceExhaustedError: If the tensor does not fit the arena.
-    ///     ConfigError: If an extent is negative, or the size in bytes overflows.
+    ///     ArgumentError: If an extent is negative, or the size in bytes overflows.
     ///     TypeError: If the dtype is not supported.
-    ///     RuntimeError: If another thread uses the workspace, or the workspace is closed.
+    ///     StateError: If another thread uses the workspace, or the workspace is closed.
     fn empty(
         &self,
         py: Python<'_>,

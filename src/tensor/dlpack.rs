@@ -232,7 +232,7 @@ fn device_of(raw: RawDevice) -> Result<Device> {
     match raw.kind {
         CPU | CUDA_HOST => Ok(Device::Cpu),
         CUDA if raw.ordinal >= 0 => Ok(Device::Cuda(raw.ordinal.cast_unsigned())),
-        kind => Err(Error::config(format!("a tensor on DLPack device type {kind} cannot be used here"))),
+        kind => Err(Error::argument(format!("a tensor on DLPack device type {kind} cannot be used here"))),
     }
 }
 
@@ -526,11 +526,14 @@ impl Drop for Import {
 /// does not copy the tensor.
 ///
 /// # Errors
-/// [`ErrorKind::Type`](crate::base::ErrorKind::Type) or [`ErrorKind::Config`](crate::base::ErrorKind::Config)
+/// [`ErrorKind::Type`] or [`ErrorKind::Argument`]
 /// for dtypes, devices and ranks that kvpool does not read, and for an invalid shape.
 ///
 /// # Safety
 /// For `'a`, `raw` describes a tensor as DLPack defines it, and its memory stays alive.
+///
+/// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
+/// [`ErrorKind::Type`]: crate::base::ErrorKind::Type
 pub unsafe fn borrow<'a, E: From<Error>>(
     raw: &RawTensor,
     _owner: PhantomData<&'a ()>,
@@ -612,12 +615,12 @@ unsafe fn copied<T: IndexNumber>(first: *const u8, count: usize) -> Result<Vec<T
 
 #[cold]
 fn without_shape(ndim: usize) -> Error {
-    Error::config(format!("a tensor of {ndim} dimensions without a shape"))
+    Error::argument(format!("a tensor of {ndim} dimensions without a shape"))
 }
 
 #[cold]
 fn too_many_dimensions_error(ndim: i32) -> Error {
-    Error::config(format!("a tensor of {ndim} dimensions; at most {MAX_NDIM} are supported"))
+    Error::argument(format!("a tensor of {ndim} dimensions; at most {MAX_NDIM} are supported"))
 }
 
 /// Returns the address of element 0 of a tensor.
@@ -658,12 +661,12 @@ pub unsafe fn is_view(raw: &RawTensor, view: &TensorView) -> bool {
 /// Returns the address of a tensor's elements. An empty tensor may have none, since it is never dereferenced.
 ///
 /// # Errors
-/// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when there are elements but no address, as for
+/// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when there are elements but no address, as for
 /// tensors whose storage was freed or never allocated.
 pub fn address_of(data: *mut u8, shape: &Dims) -> Result<NonNull<u8>> {
     match NonNull::new(data) {
         Some(address) => Ok(address),
         None if shape.numel() == 0 => Ok(NonNull::dangling()),
-        None => Err(Error::config(format!("a tensor of shape {:?} without memory", shape.as_slice()))),
+        None => Err(Error::argument(format!("a tensor of shape {:?} without memory", shape.as_slice()))),
     }
 }

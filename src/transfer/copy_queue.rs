@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use crate::base::{Error, ErrorKind, Result};
+use crate::base::{Error, Result};
 use crate::memory::{CopyDirection, Event, Gpu, HostWait, SideStream, Stream};
 
 use super::JobThread;
@@ -133,7 +133,7 @@ impl EarlierCopy {
             return Ok(());
         }
         let cause = self.copy.failure().map_or_else(String::new, |cause| format!(": {cause}"));
-        Err(Error::new(ErrorKind::State, format!("an earlier copy of the same memory has failed{cause}")))
+        Err(Error::state(format!("an earlier copy of the same memory has failed{cause}")))
     }
 }
 
@@ -142,7 +142,7 @@ fn run_steps(transfer: &Transfer, mut step: impl FnMut(usize, Stream) -> Result<
     let mut number = 0;
     while transfer.should_continue() {
         let done = catch_unwind(AssertUnwindSafe(|| step(number, Stream::DEFAULT)));
-        let panicked = |_| Err(Error::new(ErrorKind::State, format!("step {number} of a copy panicked")));
+        let panicked = |_| Err(Error::state(format!("step {number} of a copy panicked")));
         if let Err(failure) = done.unwrap_or_else(panicked) {
             transfer.record_failure(failure);
             break;

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::sync::{Condvar, lock};
-use crate::base::{Error, ErrorKind, Result, run_blocking};
+use crate::base::{Error, Result, run_blocking};
 use crate::memory::{Event, Gpu, Stream};
 
 /// A copy in several steps, such as the layers of a model, which run one after the other: on a thread, or on
@@ -67,7 +67,7 @@ impl Transfer {
     /// Returns whether the copies have ended, complete or not.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] when the device has failed.
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.
     pub fn is_over(&self) -> Result<bool> {
         match &self.runner {
             _ if self.is_foreign() => Ok(true),
@@ -110,6 +110,10 @@ impl Transfer {
     /// [`ErrorKind::Index`] for a step that does not exist; [`ErrorKind::State`] when the copies were
     /// cancelled or failed before it; [`ErrorKind::Driver`] while `stream` is being captured, and when a
     /// driver call fails.
+    ///
+    /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
+    /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
+    /// [`ErrorKind::State`]: crate::base::ErrorKind::State
     pub fn make_stream_wait(&self, step: usize, stream: Stream) -> Result<()> {
         let steps = self.steps();
         if step >= steps {
@@ -266,5 +270,5 @@ fn wait(
 }
 
 fn ended_error(why: &str) -> Error {
-    Error::new(ErrorKind::State, format!("the copies {why}"))
+    Error::state(format!("the copies {why}"))
 }

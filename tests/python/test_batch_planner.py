@@ -18,6 +18,7 @@ from common import Fence, assert_steady, needs_statm, some
 from planner_pair import NUMBERS, TENSORS, Pair
 
 from kvpool import (
+    ArgumentError,
     BatchPlan,
     BatchPlanner,
     ConfigError,
@@ -341,14 +342,14 @@ BAD_PREFIXES: dict[str, tuple[int, int, list[int], type[Exception], str]] = {
     "outside": (1, 1, [6500], IndexOwnershipError, "6500"),
     "huge": (1, 1, [2**40], IndexOwnershipError, str(2**40)),
     "fenced": (1, 1, [8], IndexOwnershipError, "8"),
-    "fewer": (1, 4, [1, 2, 3], ConfigError, "4"),
-    "more": (1, 2, [1, 2, 3], ConfigError, "3"),
-    "none_needed": (1, 0, [1], ConfigError, "1"),
-    "partial_page": (4, 6, [4, 5, 6, 7, 8, 9], ConfigError, "6"),
-    "second_half": (4, 4, [6, 7, 8, 9], ConfigError, "6"),
-    "descending": (4, 4, [7, 6, 5, 4], ConfigError, "7"),
-    "gap": (4, 4, [4, 5, 7, 7], ConfigError, "7"),
-    "mixed": (4, 4, [4, 5, 10, 11], ConfigError, "10"),
+    "fewer": (1, 4, [1, 2, 3], ArgumentError, "4"),
+    "more": (1, 2, [1, 2, 3], ArgumentError, "3"),
+    "none_needed": (1, 0, [1], ArgumentError, "1"),
+    "partial_page": (4, 6, [4, 5, 6, 7, 8, 9], ArgumentError, "6"),
+    "second_half": (4, 4, [6, 7, 8, 9], ArgumentError, "6"),
+    "descending": (4, 4, [7, 6, 5, 4], ArgumentError, "7"),
+    "gap": (4, 4, [4, 5, 7, 7], ArgumentError, "7"),
+    "mixed": (4, 4, [4, 5, 10, 11], ArgumentError, "10"),
     "free_page": (4, 8, [4, 5, 6, 7, 40, 41, 42, 43], IndexOwnershipError, "40"),
     "padding_page": (4, 4, [0, 1, 2, 3], IndexOwnershipError, "0"),
 }
@@ -475,9 +476,9 @@ def test_the_least_size_that_fits_is_taken(pad_to: Any, padded: int) -> None:  #
 def test_padded_tokens_count() -> None:
     pair = Pair(max_tokens=12)
     rows = pair.start(3, 4)
-    pair.refused(ConfigError, lambda: pair.planner.decode(rows, [7, 8], 4, pad_to=4), "12")
+    pair.refused(ArgumentError, lambda: pair.planner.decode(rows, [7, 8], 4, pad_to=4), "12")
     pair.decode(rows, [7, 8], 4, pad_to=3)
-    pair.refused(ConfigError, lambda: pair.planner.decode([], [], 4, pad_to=4), "16")
+    pair.refused(ArgumentError, lambda: pair.planner.decode([], [], 4, pad_to=4), "16")
 
 
 def test_padded_requests_fit_the_table() -> None:
@@ -490,7 +491,7 @@ def test_padding_needs_a_padding_row() -> None:
     pair = Pair(padding_row=False)
     rows = pair.start(3, 4)
     assert rows == [0, 1]
-    pair.refused(ConfigError, lambda: pair.planner.decode(rows, [4, 5], pad_to=4), "4")
+    pair.refused(ArgumentError, lambda: pair.planner.decode(rows, [4, 5], pad_to=4), "4")
     pair.decode(rows, [4, 5])
 
 
@@ -561,27 +562,27 @@ def bad(error: type[Exception], words: object, method: str, *given: object, **na
 @pytest.mark.parametrize(
     ("method", "given", "named", "error", "words"),
     [
-        bad(ConfigError, 1, "extend", [1, 2, 1], [3] * 3, [4] * 3),
-        bad(ConfigError, 1, "decode", [1, 2, 1], [4] * 3),
-        bad(ConfigError, 1, "truncate", [1, 2, 1], [1] * 3),
-        bad(ConfigError, 1, "finish", [1, 2, 1]),
+        bad(ArgumentError, 1, "extend", [1, 2, 1], [3] * 3, [4] * 3),
+        bad(ArgumentError, 1, "decode", [1, 2, 1], [4] * 3),
+        bad(ArgumentError, 1, "truncate", [1, 2, 1], [1] * 3),
+        bad(ArgumentError, 1, "finish", [1, 2, 1]),
         # More than the table has room for, or a step.
         bad(IndexError, 49, "extend", [2, 1], [3, 3], [49, 4]),
         bad(IndexError, 2**31 - 1, "extend", [1], [3], [2**31 - 1]),
         bad(IndexError, 49, "decode", [1, 2], [49, 49], 46),
-        bad(ConfigError, 5, "extend", [1, 2, 3, 4, 5], [3, 3, 0, 0, 0], [4, 4, 1, 1, 1]),
-        bad(ConfigError, 5, "decode", [1, 2, 3, 4, 5], [4, 4, 1, 1, 1]),
-        bad(ConfigError, 61, "extend", [1, 2], [3, 3], [33, 34]),
-        bad(ConfigError, 62, "decode", [1, 2], [34, 34], 31),
-        bad(ConfigError, 62, "decode", [1], [34], 31, pad_to=2),
-        bad(ConfigError, 62, "decode", [], [], 31, pad_to=2),
+        bad(ArgumentError, 5, "extend", [1, 2, 3, 4, 5], [3, 3, 0, 0, 0], [4, 4, 1, 1, 1]),
+        bad(ArgumentError, 5, "decode", [1, 2, 3, 4, 5], [4, 4, 1, 1, 1]),
+        bad(ArgumentError, 61, "extend", [1, 2], [3, 3], [33, 34]),
+        bad(ArgumentError, 62, "decode", [1, 2], [34, 34], 31),
+        bad(ArgumentError, 62, "decode", [1], [34], 31, pad_to=2),
+        bad(ArgumentError, 62, "decode", [], [], 31, pad_to=2),
         # Prefixes: for a request that has tokens, none where one is needed, too few or many, no slots.
-        bad(ConfigError, 3, "extend", [1], [3], [4], [[7, 8, 9]]),
-        bad(ConfigError, 3, "extend", [3], [3], [4], None),
-        bad(ConfigError, 3, "extend", [3], [3], [4], [None]),
-        bad(ConfigError, 3, "extend", [3], [3], [4], [[]]),
+        bad(ArgumentError, 3, "extend", [1], [3], [4], [[7, 8, 9]]),
+        bad(ArgumentError, 3, "extend", [3], [3], [4], None),
+        bad(ArgumentError, 3, "extend", [3], [3], [4], [None]),
+        bad(ArgumentError, 3, "extend", [3], [3], [4], [[]]),
         *[
-            bad(ConfigError, len(wrong), "extend", [3, 4], [1, 1], [2, 2], wrong)
+            bad(ArgumentError, len(wrong), "extend", [3, 4], [1, 1], [2, 2], wrong)
             for wrong in ([], [[7]], [[7], [8], [9]])
         ],
         *[
@@ -592,50 +593,50 @@ def bad(error: type[Exception], words: object, method: str, *given: object, **na
         *[
             bad(error, rf"(?s)(?=.*{prefix})(?=.*{seq})", "extend", [1, 2], [3, prefix], [4, seq])
             for prefix, seq, error in (
-                *[(0, 4, ConfigError), (2, 4, ConfigError), (4, 5, ConfigError), (3, 2, ConfigError)],
-                *[(-1, 3, ConfigError), (3, -1, ConfigError), (3, -(2**40), ConfigError)],
-                (2**40, 2**40 + 1, ConfigError),
+                *[(0, 4, ArgumentError), (2, 4, ArgumentError), (4, 5, ArgumentError), (3, 2, ArgumentError)],
+                *[(-1, 3, ArgumentError), (3, -1, ArgumentError), (3, -(2**40), ArgumentError)],
+                (2**40, 2**40 + 1, ArgumentError),
             )
         ],
         *[
-            bad(ConfigError, seq, "decode", [1, 2], [3 + tokens, seq], tokens)
+            bad(ArgumentError, seq, "decode", [1, 2], [3 + tokens, seq], tokens)
             for seq, tokens in ((3, 1), (5, 1), (4, 2), (0, 1), (-1, 1), (2, 3))
         ],
-        *[bad(ConfigError, tokens, "decode", [1], [3 + tokens], tokens) for tokens in (0, -1, -(10**30))],
+        *[bad(ArgumentError, tokens, "decode", [1], [3 + tokens], tokens) for tokens in (0, -1, -(10**30))],
         *[bad(TypeError, "", "decode", [1], [4], wrong) for wrong in (1.0, "1", None, [1], float("nan"))],
         *[bad(TypeError, "", "seq_len", wrong) for wrong in (1.0, "1", None, [1, 2], float("nan"))],
-        *[bad(ConfigError, seq, "truncate", [1, 2], [3, seq]) for seq in (4, -1, 2**40)],
+        *[bad(ArgumentError, seq, "truncate", [1, 2], [3, seq]) for seq in (4, -1, 2**40)],
         *[
-            bad(ConfigError, rf"(?s)(?=.*{row})(?=.*3)(?=.*{wrong})", "finish", [1, 2], lens)
+            bad(ArgumentError, rf"(?s)(?=.*{row})(?=.*3)(?=.*{wrong})", "finish", [1, 2], lens)
             for row, wrong, lens in (
                 *[(1, 4, [4, 3]), (2, 2, [3, 2]), (1, 0, [0, 0]), (2, 5, [3, 5]), (1, -1, [-1, 3])],
             )
         ],
         # Sizes to pad to.
         *[
-            bad(ConfigError, number, "decode", [1, 2], [4, 4], pad_to=sizes)
+            bad(ArgumentError, number, "decode", [1, 2], [4, 4], pad_to=sizes)
             for sizes, number in ((1, 2), ([1, 0], 2), ([], 2), (-3, -3), (5, 5), ([1, 100], 100))
         ],
-        *[bad(ConfigError, number, "decode", [], [], pad_to=n) for n, number in ((-1, -1), ([-3, -1], -3))],
+        *[bad(ArgumentError, number, "decode", [], [], pad_to=n) for n, number in ((-1, -1), ([-3, -1], -3))],
         *[bad(TypeError, "", "decode", [1], [4], pad_to=wrong) for wrong in (1.5, "4", [1.0], [None], ...)],
         # Fences without a `query`.
         *[bad(TypeError, "", "finish", [1], after=fence) for fence in (..., 1, "fence")],
         *[bad(TypeError, "", "truncate", [1], [2], after=fence) for fence in (..., 1, "fence")],
         # Arguments of unequal lengths.
         *[
-            bad(ConfigError, r"\d", "extend", [1, 2][:rows], [3] * prefixes, [4] * seqs)
+            bad(ArgumentError, r"\d", "extend", [1, 2][:rows], [3] * prefixes, [4] * seqs)
             for rows, prefixes, seqs in ((1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 0, 0), (0, 1, 1), (2, 3, 2))
         ],
         *[
-            bad(ConfigError, r"\d", method, [1, 2][:rows], [length] * lens)
+            bad(ArgumentError, r"\d", method, [1, 2][:rows], [length] * lens)
             for method, length in (("decode", 4), ("truncate", 1), ("finish", 3))
             for rows, lens in ((1, 2), (2, 1), (2, 0), (0, 1))
         ],
         # Forks: to itself, of more or less than there is, to one that has tokens, of rows not taken.
-        bad(ConfigError, 1, "fork", 1, 1, 2),
-        bad(ConfigError, 7, "fork", 1, 3, 7),
-        bad(ConfigError, -1, "fork", 1, 3, -1),
-        bad(ConfigError, 2, "fork", 1, 2, 3),
+        bad(ArgumentError, 1, "fork", 1, 1, 2),
+        bad(ArgumentError, 7, "fork", 1, 3, 7),
+        bad(ArgumentError, -1, "fork", 1, 3, -1),
+        bad(ArgumentError, 2, "fork", 1, 2, 3),
         bad(IndexOwnershipError, 6, "fork", 6, 3, 0),
         bad(IndexOwnershipError, 6, "fork", 1, 6, 2),
         bad(IndexOwnershipError, 0, "fork", 0, 3, 0),
@@ -676,7 +677,7 @@ def test_a_decode_says_which_lengths_it_takes(length: int, width: int, asked: in
     pair = Pair()
     [row] = pair.start(5)
     text = rf"row {row} .* has 5 tokens .*after the step, which has {width} new .*: {asked}, not {length}$"
-    pair.refused(ConfigError, lambda: pair.planner.decode([row], [length], width), text)
+    pair.refused(ArgumentError, lambda: pair.planner.decode([row], [length], width), text)
     pair.decode([row], [6])
 
 
@@ -769,7 +770,7 @@ def test_calls_that_plan_nothing_leave_the_plan() -> None:
     plan = pair.decode(rows, [4, 5])
     expected = {name: getattr(plan, name).tolist() for name in TENSORS}
     assert pair.try_decode(rows, [14, 5 + 10], 10) is None
-    with pytest.raises(ConfigError):
+    with pytest.raises(ArgumentError):
         pair.planner.decode(rows, [4, 5])
     with pytest.raises(IndexError):
         pair.planner.extend([99], [0], [1])

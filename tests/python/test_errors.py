@@ -24,7 +24,9 @@ BASES: dict[str, type[Exception]] = {
     "IndexOwnershipError": ValueError,
     "OutOfMemoryError": MemoryError,
     "WorkspaceExhaustedError": MemoryError,
-    "StaleBufferError": RuntimeError,
+    "StaleError": RuntimeError,
+    "StateError": RuntimeError,
+    "ArgumentError": kvpool.ConfigError,
     "DriverError": RuntimeError,
     "BackendUnavailableError": RuntimeError,
 }
@@ -47,11 +49,15 @@ def test_each_error_has_its_builtin_base(name: str) -> None:
     assert error.__doc__
 
 
+def test_an_earlier_name_is_the_same_error() -> None:
+    assert kvpool.StaleBufferError is kvpool.errors.StaleBufferError is kvpool.StaleError
+
+
 def test_there_are_no_other_errors() -> None:
     found = {
         name
         for name, thing in vars(kvpool.errors).items()
-        if isinstance(thing, type) and issubclass(thing, BaseException)
+        if isinstance(thing, type) and issubclass(thing, BaseException) and thing.__name__ == name
     }
     assert found == {"KvPoolError", *BASES}
 
@@ -98,18 +104,18 @@ TOO_MUCH = 2 * 4096 * (2**30 + 8) * 64 * 256 * 4
         (lambda: _full(strict=True).free([3, 99]), kvpool.IndexOwnershipError, "99", {"index": 99}),
         (lambda: _full(strict=True).free([3, 3]), kvpool.IndexOwnershipError, "3", {"index": 3}),
         (lambda: _full().share([3, 99]), kvpool.IndexOwnershipError, "99", {"index": 99}),
-        (lambda: _full().alloc_extend([5], [4], [3]), kvpool.ConfigError, "5 4", {}),
+        (lambda: _full().alloc_extend([5], [4], [3]), kvpool.ArgumentError, "5 4", {}),
         (lambda: _full().free(torch.tensor([1.0])), TypeError, "float32", {}),
-        (lambda: kvpool.TokenToKVPoolAllocator(-9, "cpu"), kvpool.ConfigError, "-9", {}),
+        (lambda: kvpool.TokenToKVPoolAllocator(-9, "cpu"), kvpool.ArgumentError, "-9", {}),
         (lambda: _strict_table().free([4]), kvpool.IndexOwnershipError, "4", {"index": 4}),
         (lambda: _strict_table().write((9, 0), 1), IndexError, "9 5", {"index": 9}),
         (lambda: _strict_table().write((1, 77), 1), IndexError, "77 8", {"index": 77}),
-        (lambda: _strict_table().write((1, slice(0, 3)), [1, 2]), kvpool.ConfigError, "3 2", {}),
+        (lambda: _strict_table().write((1, slice(0, 3)), [1, 2]), kvpool.ArgumentError, "3 2", {}),
         (lambda: _strict_table().read(1, 55), IndexError, "55 8", {"index": 55}),
         (lambda: _kv().gather_kv(7, [1]), IndexError, "7 2", {"index": 7}),
         (lambda: _kv().gather_kv(0, [1, 333]), IndexError, "333 24", {"index": 333}),
-        (lambda: _kv().move_kv([1, 2, 3], [1, 2]), kvpool.ConfigError, "3 2", {}),
-        (lambda: _kv().set_kv_buffer(0, [1, 2, 3], *_rows(5)), kvpool.ConfigError, "5 3", {}),
+        (lambda: _kv().move_kv([1, 2, 3], [1, 2]), kvpool.ArgumentError, "3 2", {}),
+        (lambda: _kv().set_kv_buffer(0, [1, 2, 3], *_rows(5)), kvpool.ArgumentError, "5 3", {}),
         (lambda: _kv().set_kv_buffer(0, [444], *_rows(1)), IndexError, "444 24", {"index": 444}),
         (lambda: _kv().set_kv_buffer(0, [1], *_rows(1, torch.int32)), TypeError, "int32 float32", {}),
         (
@@ -125,9 +131,9 @@ TOO_MUCH = 2 * 4096 * (2**30 + 8) * 64 * 256 * 4
             "88 3",
             {"index": 88},
         ),
-        (lambda: _chunk().tensor((5, 7)), kvpool.ConfigError, "140 48", {}),
+        (lambda: _chunk().tensor((5, 7)), kvpool.ArgumentError, "140 48", {}),
         (lambda: _chunk().copy_from(torch.zeros(3).half()), TypeError, "float16 float32", {}),
-        (lambda: kvpool.BufferPool("cpu").alloc((3, -7), "float32"), kvpool.ConfigError, "-7", {}),
+        (lambda: kvpool.BufferPool("cpu").alloc((3, -7), "float32"), kvpool.ArgumentError, "-7", {}),
         (
             lambda: kvpool.Workspace("cpu", 1024).empty((3000,), "int8"),
             kvpool.WorkspaceExhaustedError,

@@ -39,6 +39,7 @@ from kvpool import (
     PrefixCache,
     ReqToTokenPool,
     StaleBufferError,
+    StateError,
     TokenToKVPoolAllocator,
 )
 
@@ -382,11 +383,11 @@ def test_a_planner_takes_a_lease_that_loads(device: str) -> None:
     lease = scene.cache.match(longer, limit=26)
     load = some(lease.load())
     plan = some(planner.extend([row], [lease.length], [27], prefixes=[lease]))
-    with pytest.raises(ConfigError, match=r"24 tokens of the lease are on their way|request row 1 already"):
+    with pytest.raises(StateError, match=r"24 tokens of the lease are on their way|request row 1 already"):
         lease.load()
     try:
         load.cancel()
-    except ConfigError as error:
+    except StateError as error:
         assert "row 1, which uses the pages" in str(error)  # noqa: PT017 - a thread may be done with it
     else:
         assert load.query()
@@ -964,7 +965,7 @@ def test_a_load_counts_as_complete_when_somebody_knows_that_it_is(device: str) -
         load, other = some(lease.load()), scene.cache.match(PROMPT)
         time.sleep(0.02)  # its copies are over, if they run on a thread
         assert (scene.cache.cached_len(PROMPT), other.loadable) == (0, 24)
-        with pytest.raises(ConfigError, match="wait for their last layer first"):
+        with pytest.raises(StateError, match="wait for their last layer first"):
             lease.publish([], scene.allocator.alloc(0))
         if way == "wait":
             load.wait_layer(LAYERS - 1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool import ConfigError, IndexOwnershipError
+from kvpool import ConfigError, IndexOwnershipError, StaleError, StateError
 from kvpool._kvpool import HybridFrees, HybridTree
 
 PROMPT = array("q", [5, 6, 7, 8, 9])
@@ -131,7 +131,7 @@ def test_bad_insertions_change_nothing() -> None:
         tree.insert(PROMPT, SLOTS[:4])
     with pytest.raises(ConfigError, match=r"slot -1 at position 1"):
         tree.insert(PROMPT, [1, -1, 2, 3, 4])
-    with pytest.raises(ConfigError, match="no insertion is going on"):
+    with pytest.raises(StateError, match="no insertion is going on"):
         tree.advance(PROMPT, SLOTS)
     assert tree.end_insertion() == []
     assert not tree.is_inserting()
@@ -188,10 +188,10 @@ def test_a_node_is_evicted_when_its_last_lock_is_released() -> None:
 
 def test_an_eviction_is_a_dialogue() -> None:
     tree, node = tree_with()
-    with pytest.raises(ConfigError, match="no eviction of part 0"):
+    with pytest.raises(StateError, match="no eviction of part 0"):
         tree.next_victim(0, 0)
     tree.begin_eviction(0, 1)
-    with pytest.raises(ConfigError, match="going on"):
+    with pytest.raises(StateError, match="going on"):
         tree.begin_eviction(0, 1)
     assert tree.next_victim(0, 0) == node
     frees = tree.evict_leaf(node)
@@ -199,7 +199,7 @@ def test_an_eviction_is_a_dialogue() -> None:
     assert (frees.full.tolist(), frees.window, frees.state) == (SLOTS.tolist(), None, None)
     assert tree.next_victim(0, 5) is None
     tree.end_eviction(0)
-    with pytest.raises(ConfigError, match="no eviction of part 0"):
+    with pytest.raises(StateError, match="no eviction of part 0"):
         tree.end_eviction(0)
     with pytest.raises(ConfigError, match="part 3"):
         tree.begin_eviction(3, 1)
@@ -247,7 +247,7 @@ def test_an_insertion_ends_with_the_node_that_it_has_reached() -> None:
     with pytest.raises(ConfigError, match="2 tokens that it began with"):
         tree.advance([1], [10])
     assert tree.evict_leaf(act[1]).counts == (2, 0, 1)
-    with pytest.raises(ConfigError, match="was evicted"):
+    with pytest.raises(StaleError, match="was evicted"):
         tree.advance([1, 2], [10, 11])
     assert tree.is_inserting()
     assert tree.end_insertion() == []
@@ -258,7 +258,7 @@ def test_an_insertion_that_has_failed_does_not_go_on() -> None:
     tree = HybridTree(2, window=2)
     with pytest.raises(ConfigError, match="no multiple of the page size"):
         tree.insert([1, 2], [10, 11], namespace="name", window_freed=1)
-    with pytest.raises(ConfigError, match="has failed"):
+    with pytest.raises(StateError, match="has failed"):
         tree.advance([1, 2], [10, 11], namespace="name")
     assert tree.end_insertion() == []
     tree.verify()

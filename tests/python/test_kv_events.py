@@ -29,7 +29,7 @@ from msgspec.msgpack import Ext
 from tier_scene import Scene
 
 import kvpool
-from kvpool import ConfigError, PrefixCache, TokenToKVPoolAllocator
+from kvpool import ConfigError, PrefixCache, StateError, TokenToKVPoolAllocator
 from kvpool.integrations.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -1102,7 +1102,7 @@ def test_a_publisher_that_cannot_be_made_leaves_nothing(
     open_again(endpoints).close()
     open_again(endpoints).close()
     without = PrefixCache(TokenToKVPoolAllocator(16, "cpu"))
-    with pytest.raises(ConfigError, match="events"):
+    with pytest.raises(StateError, match="events"):
         open_publisher(without)
     with pytest.raises(ConfigError, match="endpoint"):
         subscriber.connect("a", "nowhere")

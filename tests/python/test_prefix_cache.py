@@ -20,7 +20,15 @@ import torch
 from common import needs_fork, some, together
 
 import kvpool
-from kvpool import ConfigError, GDNPool, IndexOwnershipError, PrefixCache, StaleBufferError
+from kvpool import (
+    ConfigError,
+    GDNPool,
+    IndexOwnershipError,
+    PrefixCache,
+    StaleBufferError,
+    StaleError,
+    StateError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -582,7 +590,7 @@ def test_a_pin_beyond_the_share_is_refused() -> None:
     with scene.cache.match(range(16)) as lease, scene.cache.match(range(17)) as longer:
         scene.cache.pin(lease, priority=1)
         scene.cache.pin(lease, seconds=10)
-        with pytest.raises(ConfigError, match="17 tokens would be pinned; max_pinned allows 16 of 64"):
+        with pytest.raises(StateError, match="17 tokens would be pinned; max_pinned allows 16 of 64"):
             scene.cache.pin(longer)
 
 
@@ -733,7 +741,7 @@ def test_states_that_are_refused() -> None:
             lease.restore(row)
     lease = plain.cache.match([])
     for call in (lambda: lease.publish([1], [1], state=1), lambda: lease.restore(1)):
-        with pytest.raises(ConfigError, match="without states"):
+        with pytest.raises(StateError, match="without states"):
             call()
     assert plain.cache.cached_size() == scene.cache.cached_size() == 0
 
@@ -951,7 +959,7 @@ def test_a_reader_of_events_that_is_late_begins_anew() -> None:
 
 
 def test_a_cache_without_events_has_none() -> None:
-    with pytest.raises(ConfigError, match="events"):
+    with pytest.raises(StateError, match="events"):
         Scene().cache.events()
 
 
@@ -1363,7 +1371,7 @@ def test_states_without_a_snapshot_are_not_restored() -> None:
     scene = Scene(tracks=1)
     lease = scene.cache.match([1, 2])
     lease.publish([1, 2], scene.alloc(2))
-    with pytest.raises(ConfigError, match="no snapshot"):
+    with pytest.raises(StateError, match="no snapshot"):
         lease.restore(1)
 
 
@@ -1398,7 +1406,7 @@ def test_a_cleared_prefix_cannot_be_pinned() -> None:
     lease.publish(range(8), scene.alloc(8))
     scene.cache.clear()
     for seconds in (None, 600):
-        with pytest.raises(ConfigError, match="the prefix was cleared"):
+        with pytest.raises(StaleError, match="the prefix was cleared"):
             scene.cache.pin(lease, seconds=seconds)
     lease.release()
     assert scene.sizes() == (0, 0, 0, 64)

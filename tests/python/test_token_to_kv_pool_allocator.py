@@ -27,7 +27,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvpool import ConfigError, IndexOwnershipError, TokenToKVPoolAllocator
+from kvpool import ConfigError, IndexOwnershipError, StateError, TokenToKVPoolAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -490,7 +490,7 @@ def test_resize_is_a_new_pool_in_the_same_object(page_size: int, need_sort: bool
         assert take(allocator, size // page_size * page_size) == take(fresh, size // page_size * page_size)
         assert allocator.alloc(1) is None
     assert kept.tolist() == values
-    with pytest.raises(ConfigError):
+    with pytest.raises(StateError):
         allocator.free_group_end()
 
 

@@ -101,7 +101,7 @@ fn slots_of_another_request_are_not_published() {
     let own = read_indices(&own.borrow()).unwrap();
     let publication = Publication { tokens: &PROMPT, slots: Some(&own), state: None };
     let error = scene.lease.publish(&publication, STREAM).unwrap_err();
-    assert_eq!((error.kind(), scene.cache.tree_stats(STREAM).cached), (ErrorKind::Config, 0), "{error}");
+    assert_eq!((error.kind(), scene.cache.tree_stats(STREAM).cached), (ErrorKind::Argument, 0), "{error}");
 }
 
 #[test]
@@ -202,7 +202,7 @@ fn a_tree_takes_no_slots_that_a_clear_has_given_to_others() {
     let given = IndexVec::I32(vec![1, 2, 3, 4]);
     let error =
         tree.insert(&Namespace::Unnamed, &ClearingTokens(Arc::clone(&slots)), &given, STREAM).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::StaleBuffer, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Stale, "{error}");
     assert_eq!((slots.stats().cached, slots.stats().in_use), (0, 4));
     tree.verify(STREAM).unwrap();
 }

@@ -155,7 +155,7 @@ fn freed_chunk_returns_after_its_copy() {
         let Attempt::Taken(again) = pool.allocate(1, FOREVER).unwrap() else { panic!("it comes back") };
         // Either the copy began before the free, or it fails because the chunk is stale.
         let answer = copier.join().unwrap();
-        assert!(answer.map_or_else(|error| error.kind() == ErrorKind::StaleBuffer, |event| event.is_none()));
+        assert!(answer.map_or_else(|error| error.kind() == ErrorKind::Stale, |event| event.is_none()));
         assert_eq!(pool.references(again[0]), 1);
     });
 }

@@ -364,10 +364,10 @@ fn wrong_pages_pieces_and_layers_are_refused_before_any_copy() {
             PageCopy::Out,
             &[(0, 3), (1, 2), (2, 3)],
             &all,
-            ErrorKind::Config,
+            ErrorKind::Argument,
             "piece 3 is written twice by one copy",
         ),
-        (PageCopy::In, &[(6, 0), (6, 1)], &all, ErrorKind::Config, "page 6 is written twice by one copy"),
+        (PageCopy::In, &[(6, 0), (6, 1)], &all, ErrorKind::Argument, "page 6 is written twice by one copy"),
     ] {
         assert_eq!(refused(tier.copy(direction, &of(pairs), layers, STREAM)), (kind, text.to_owned()));
         tier.check();
@@ -389,22 +389,22 @@ fn pieces_that_do_not_fit_are_refused() {
     };
     assert_eq!(
         new(0, 0, 0, 0),
-        (ErrorKind::Config, "page_size is 0; a page has at least one row".to_owned())
+        (ErrorKind::Argument, "page_size is 0; a page has at least one row".to_owned())
     );
     let text = "pieces of 192 bytes overlap when they lie 191 bytes apart";
-    assert_eq!(new(1000, 4, 191, 2), (ErrorKind::Config, text.to_owned()));
+    assert_eq!(new(1000, 4, 191, 2), (ErrorKind::Argument, text.to_owned()));
     let text = "192 bytes at 192 are outside a region of 383 bytes";
     assert_eq!(new(383, 4, 192, 2), (ErrorKind::Index, text.to_owned()));
     let text = "2147483648 pieces are more than int32 can name";
-    assert_eq!(new(1000, 4, 192, 1 << 31), (ErrorKind::Config, text.to_owned()));
+    assert_eq!(new(1000, 4, 192, 1 << 31), (ErrorKind::Argument, text.to_owned()));
     for count in [0, 1, 3] {
-        assert_eq!(new(1000, 4, usize::MAX, count).0, ErrorKind::Config);
+        assert_eq!(new(1000, 4, usize::MAX, count).0, ErrorKind::Argument);
     }
-    assert_eq!(new(1000, usize::MAX, 192, 1).0, ErrorKind::Config);
-    assert_eq!(new(1000, usize::MAX / 16, 192, 1).0, ErrorKind::Config);
+    assert_eq!(new(1000, usize::MAX, 192, 1).0, ErrorKind::Argument);
+    assert_eq!(new(1000, usize::MAX / 16, 192, 1).0, ErrorKind::Argument);
     let of_the_pool = Pieces::new(Arc::clone(&tier.pool), HostAccess::Copied, &tier.rows, 4, 192, 1);
     let text = "pieces lie in the memory of the pool that they are copied from";
-    assert_eq!(refused(of_the_pool), (ErrorKind::Config, text.to_owned()));
+    assert_eq!(refused(of_the_pool), (ErrorKind::Argument, text.to_owned()));
     // One piece needs no stride, none needs no memory.
     for (bytes, stride, count) in [(192, 0, 1), (0, 192, 0)] {
         let memory = Arc::new(Region::new(Arc::new(Host), bytes).expect("memory"));
@@ -425,7 +425,7 @@ fn pieces_of_other_rows_are_refused() {
     {
         let other = Tier::new(&mut draws, other, &host(), &host(), HostAccess::Copied);
         let copied = tier.executor.copy_pages(&other.rows, &tier.pieces, PageCopy::Out, &pairs, 0..1, STREAM);
-        assert_eq!(refused(copied).0, ErrorKind::Config);
+        assert_eq!(refused(copied).0, ErrorKind::Argument);
     }
     // Rows that do not differ fit.
     let twin = Tier::new(&mut draws, SMALL, &host(), &host(), HostAccess::Copied);

@@ -326,9 +326,9 @@ fn memory_that_a_device_does_not_reach_is_copied_or_refused() {
     };
     let pageable = Arc::new(Region::new(Arc::new(Host), 5000).expect("memory"));
     let expected = "5000 bytes of pageable memory cannot be reached in place";
-    assert_eq!(refused(new(pageable)), (ErrorKind::Config, expected.to_owned()));
+    assert_eq!(refused(new(pageable)), (ErrorKind::Argument, expected.to_owned()));
     let on_device = Arc::new(Region::new(cuda(&gpu), 5000).expect("memory"));
-    assert_eq!(refused(new(on_device)).0, ErrorKind::Config);
+    assert_eq!(refused(new(on_device)).0, ErrorKind::Argument);
     let in_place = || new(locked_in_place(&gpu, 8192)).expect("fits");
     assert_eq!(in_place().reach(), HostAccess::InPlace);
     // Rows of the host are not those of a pool on a device.
@@ -341,7 +341,7 @@ fn memory_that_a_device_does_not_reach_is_copied_or_refused() {
         0..1,
         Stream::DEFAULT,
     );
-    assert_eq!(refused(copied).0, ErrorKind::Config);
+    assert_eq!(refused(copied).0, ErrorKind::Argument);
     // Nor are pieces for a pool of the host, whose memory may be anything, for one on a device.
     let copied = tier.executor.copy_pages::<Page>(
         &tier.rows,
@@ -351,7 +351,7 @@ fn memory_that_a_device_does_not_reach_is_copied_or_refused() {
         0..1,
         Stream::DEFAULT,
     );
-    assert_eq!(refused(copied).0, ErrorKind::Config);
+    assert_eq!(refused(copied).0, ErrorKind::Argument);
     let Some(soft) = Soft::find(test) else { return };
     (soft.set_host_pointers)(0);
     let reach = in_place().reach();

@@ -78,7 +78,7 @@ fn a_finished_request_keeps_nothing() {
     let finished = leases.each_ref().map(|lease| lease.finish(&tokens, &scene.take(3), STREAM).unwrap());
     assert_eq!(finished.map(|done| (done.length, done.duplicates, done.pages.len())), [(2, 0, 1), (2, 2, 1)]);
     for lease in leases {
-        assert_eq!(lease.len().unwrap_err().kind(), ErrorKind::StaleBuffer);
+        assert_eq!(lease.len().unwrap_err().kind(), ErrorKind::Stale);
     }
     let (tree, counts) = (scene.cache.tree_stats(STREAM), scene.cache.counts());
     assert_eq!((tree.cached, tree.locked), (2, 0));
@@ -93,7 +93,7 @@ fn tokens_of_a_page_that_is_not_full_are_checked() {
     let (tokens, slots): (&[i32], _) = (&[1, 2, -1], scene.take(3));
     let publication = Publication { tokens: &tokens, slots: Some(&slots), state: None };
     let error = scene.lease(&[]).publish(&publication, STREAM).unwrap_err();
-    assert_eq!((error.kind(), error.facts().index), (ErrorKind::Config, Some(-1)));
+    assert_eq!((error.kind(), error.facts().index), (ErrorKind::Argument, Some(-1)));
     assert_eq!(scene.cache.tree_stats(STREAM).cached, 0);
 }
 

@@ -123,10 +123,7 @@ fn an_allocator_is_cleared_below_its_trees() {
             Ok(_) => (),
             // Another thread may have them by now, and even its tree.
             Err(error) => {
-                assert!(
-                    matches!(error.kind(), ErrorKind::StaleBuffer | ErrorKind::IndexOwnership),
-                    "{error}"
-                );
+                assert!(matches!(error.kind(), ErrorKind::Stale | ErrorKind::IndexOwnership), "{error}");
             }
         }
         match round % 3 {

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, StateError
 from kvpool.store import Store
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class MooncakeStore(Store):
     nothing from then on, and the logger reports an error.
 
     Threads can call all methods at the same time. Calls block for as long as Mooncake does, and release the
-    GIL. A child of a fork cannot use the store: every call raises `RuntimeError`. The child has to end by
+    GIL. A child of a fork cannot use the store: every call raises `StateError`. The child has to end by
     `os._exit`, as under `multiprocessing`: otherwise Mooncake crashes in its exit handler.
 
     Args:
@@ -275,7 +275,7 @@ class MooncakeStore(Store):
 
         Raises:
             ConfigError: If a region is empty, two regions overlap, or Mooncake refuses one.
-            RuntimeError: If the store is closed, or of another process.
+            StateError: If the store is closed, or of another process.
         """
         pieces = sorted(memory)
         for address, size in pieces:
@@ -311,7 +311,7 @@ class MooncakeStore(Store):
 
         Raises:
             ConfigError: If a key has not 32 bytes.
-            RuntimeError: If the store is closed, or of another process.
+            StateError: If the store is closed, or of another process.
         """
         names = [_name(key) for key in keys]
         with self._use() as client:
@@ -327,7 +327,7 @@ class MooncakeStore(Store):
 
         Raises:
             ConfigError: If a key has not 32 bytes.
-            RuntimeError: If the store is closed, or of another process.
+            StateError: If the store is closed, or of another process.
         """
         return self._look_up([_name(key) for key in keys])
 
@@ -354,7 +354,7 @@ class MooncakeStore(Store):
         Raises:
             ConfigError: If the arguments differ in number, a key has not 32 bytes, or memory was not
                 attached.
-            RuntimeError: If the store is closed, or of another process.
+            StateError: If the store is closed, or of another process.
         """
         present = self._transfer(self._read, keys, addresses, sizes)
         self._seen.record([_name(key) for key in keys], present)
@@ -370,7 +370,7 @@ class MooncakeStore(Store):
         Raises:
             ConfigError: If the arguments differ in number, a key has not 32 bytes, or memory was not
                 attached.
-            RuntimeError: If the store is closed, or of another process.
+            StateError: If the store is closed, or of another process.
         """
         return self._transfer(self._write, keys, addresses, sizes)
 
@@ -380,7 +380,7 @@ class MooncakeStore(Store):
         The values in the segment of this process are lost.
 
         Raises:
-            RuntimeError: If the store is of another process.
+            StateError: If the store is of another process.
         """
         self._check_process()
         super().close()
@@ -408,9 +408,7 @@ class MooncakeStore(Store):
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
-            raise RuntimeError(
-                f"the store belongs to process {self._process}, from which this one was forked"
-            )
+            raise StateError(f"the store belongs to process {self._process}, from which this one was forked")
 
     @contextmanager
     def _use(self) -> Iterator[_Client | None]:
@@ -421,7 +419,7 @@ class MooncakeStore(Store):
         self._check_process()
         with self._guard:
             if self._closed:
-                raise RuntimeError("the store is closed")
+                raise StateError("the store is closed")
             self._calls += 1
         try:
             yield None if self._left else self._client

@@ -62,7 +62,7 @@ class TreeNode:
         """Whether the node was evicted."""
         try:
             self._tree.node(self.id)
-        except kvpool.StaleBufferError:
+        except kvpool.StaleError:
             return True
         return False
 

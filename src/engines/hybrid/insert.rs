@@ -176,8 +176,9 @@ impl HybridTree {
     /// has to act.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if another insertion is in progress, or if the
-    /// model has linear attention and no state is given; the error of `slots`. End an insertion that has
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) if another insertion is in progress;
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if the model has linear attention and no state
+    /// is given; the error of `slots`. End an insertion that has
     /// failed with [`HybridTree::end_insertion`]. The tokens that its earlier steps have added stay in the
     /// tree.
     pub fn begin(
@@ -188,11 +189,11 @@ impl HybridTree {
         insert: Insert,
     ) -> Result<Step> {
         if self.insertion.is_some() {
-            return Err(Error::config("an insertion is going on; advance or end it first"));
+            return Err(Error::state("an insertion is going on; advance or end it first"));
         }
         let limit = self.whole_pages(prompt);
         if self.config.state.is_some() && insert.state.is_empty() && limit > 0 {
-            return Err(Error::config("tokens are inserted with a state where nodes have states"));
+            return Err(Error::argument("tokens are inserted with a state where nodes have states"));
         }
         let now = self.tick();
         self.node_mut(ROOT).used = now;
@@ -226,9 +227,10 @@ impl HybridTree {
     /// taken.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if no insertion is in progress, it has failed,
-    /// it began with other tokens, or the node that it had reached was evicted since the previous step.
-    /// Nothing is changed then. The error of `slots`, as for [`HybridTree::begin`].
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) if no insertion is in progress, or it has failed;
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if it began with other tokens;
+    /// [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) if the node that it had reached was evicted since the
+    /// previous step. Nothing is changed then. The error of `slots`, as for [`HybridTree::begin`].
     pub fn advance(
         &mut self,
         name: &Namespace,
@@ -236,11 +238,11 @@ impl HybridTree {
         slots: &dyn SlotSource,
     ) -> Result<Step> {
         let walk = match self.insertion.take() {
-            None => return Err(Error::config("no insertion is going on")),
+            None => return Err(Error::state("no insertion is going on")),
             Some(PendingInsertion::Waiting(walk)) => walk,
             Some(failed @ PendingInsertion::Failed(_)) => {
                 self.insertion = Some(failed);
-                return Err(Error::config("the insertion has failed; end it first"));
+                return Err(Error::state("the insertion has failed; end it first"));
             }
         };
         if let Err(error) = self.check_resumable(&walk, name, prompt) {
@@ -253,13 +255,13 @@ impl HybridTree {
     /// Checks that an insertion can continue, and that the tokens are those with which it began.
     fn check_resumable(&self, walk: &Insertion, name: &Namespace, prompt: &dyn TokenSource) -> Result<()> {
         if !self.contains(walk.reached) {
-            return Err(Error::config(format!(
+            return Err(Error::stale(format!(
                 "node {}, which the insertion has reached, was evicted before it went on; end the insertion",
                 walk.reached.number()
             )));
         }
         if self.namespaces.number(name) != Some(walk.namespace) || self.whole_pages(prompt) != walk.limit {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "an insertion goes on with the namespace and the {} tokens that it began with",
                 walk.limit
             )));
@@ -403,7 +405,7 @@ impl HybridTree {
         if insert.window_freed.is_multiple_of(self.config.page_size) {
             return Ok(insert.window_freed);
         }
-        Err(Error::config(format!(
+        Err(Error::argument(format!(
             "the windows of {} tokens are freed; that is no multiple of the page size {}",
             insert.window_freed, self.config.page_size
         )))

@@ -115,7 +115,7 @@ impl HybridTree {
     /// longer exists.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) unless there is one hash for each page and a
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) unless there is one hash for each page and a
     /// node on the path begins at `start`. Nothing is changed then.
     pub fn set_hashes(
         &mut self,
@@ -129,7 +129,7 @@ impl HybridTree {
         let path: Vec<_> = self.path(id).take_while(|&at| self.node(at).end > start).collect();
         let first = path.last().map_or(end, |&at| self.node(at).end - self.node(at).tokens.len());
         if hashes.len() != pages || first != start {
-            return Some(Err(Error::config(format!(
+            return Some(Err(Error::argument(format!(
                 "{} hashes for the {pages} pages of tokens {start}..{end}, whose first node begins at {first}",
                 hashes.len()
             ))));
@@ -155,7 +155,7 @@ impl HybridTree {
     /// with such a value. Returns `None` if the node no longer exists.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for slots for full attention, for a part that
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for slots for full attention, for a part that
     /// the model does not have, for the root, for a node that has a value already, and for a value of a wrong
     /// length.
     pub fn set_value(&mut self, node: NodeHandle, part: Part, value: Vec<EngineSlot>) -> Option<Result<()>> {
@@ -173,7 +173,7 @@ impl HybridTree {
             _ => None,
         };
         if let Some(problem) = problem {
-            return Some(Err(Error::config(problem)));
+            return Some(Err(Error::argument(problem)));
         }
         self.attach(id, part, value);
         Some(Ok(()))
@@ -206,7 +206,7 @@ impl HybridTree {
     /// `values`. Splits nodes at the ends of the range.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for tokens that are not whole pages, that are
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for tokens that are not whole pages, that are
     /// not in the tree, or that have window slots. Nothing is changed then.
     pub fn attach_window(
         &mut self,
@@ -218,13 +218,13 @@ impl HybridTree {
         let end = start.saturating_add(values.len());
         let page_size = self.config.page_size;
         if self.config.window.is_none() {
-            return Err(Error::config("nodes have no windows"));
+            return Err(Error::argument("nodes have no windows"));
         }
         if !start.is_multiple_of(page_size) || !values.len().is_multiple_of(page_size) {
-            return Err(Error::config(format!("tokens {start}..{end} are no whole pages of {page_size}")));
+            return Err(Error::argument(format!("tokens {start}..{end} are no whole pages of {page_size}")));
         }
         if !self.window_gaps(name, prompt, start, end).into_iter().eq(std::iter::once(start..end)) {
-            return Err(Error::config(format!("tokens {start}..{end} are not all there without a window")));
+            return Err(Error::argument(format!("tokens {start}..{end} are not all there without a window")));
         }
         let mut nodes = Vec::new();
         let _ = self.walk(name, prompt, end, |id, at, common| {

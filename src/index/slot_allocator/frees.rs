@@ -337,10 +337,10 @@ impl SlotAllocator {
     /// Ends a group. The outermost one returns the collected values, to be freed in one call.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when no group is open.
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) when no group is open.
     pub fn group_end(&mut self) -> Result<Option<IndexVec>> {
         match &mut self.group {
-            None => Err(Error::config("free_group_end without free_group_begin")),
+            None => Err(Error::state("free_group_end without free_group_begin")),
             Some(group) if group.nested > 0 => {
                 group.nested -= 1;
                 Ok(None)

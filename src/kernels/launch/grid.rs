@@ -198,11 +198,11 @@ fn total(blocks: u64) -> Result<u32> {
 }
 
 fn row_too_large_error() -> Error {
-    Error::config("a row or a batch is too large for one launch")
+    Error::argument("a row or a batch is too large for one launch")
 }
 
 fn grid_too_large_error(number: impl std::fmt::Display, noun: &str) -> Error {
-    Error::config(format!("{number} {noun} of work are more than one launch takes; pass it in parts"))
+    Error::argument(format!("{number} {noun} of work are more than one launch takes; pass it in parts"))
 }
 
 /// Returns a grid for `count` segments of at most `longest` elements; each block loops over the rest of its

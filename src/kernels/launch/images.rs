@@ -89,7 +89,7 @@ impl Compiled {
     /// `CUDA_FORCE_PTX_JIT` has no effect on it, as it has none on images that are not fat binaries.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for another value of the variable, and when
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for another value of the variable, and when
     /// there is no image of the kind for this device.
     pub(super) fn images(&self, gpu: &Gpu) -> Result<Vec<Image<'static>>> {
         let wanted = Wanted::of_environment()?;

@@ -155,7 +155,7 @@ impl Index {
         match numbers {
             Numbers::Constant(value) => Ok(Self::computed(*value, 0)),
             Numbers::Arange(value) => Ok(Self::computed(*value, 1)),
-            Numbers::List(_) => Err(Error::config("numbers of the host are not on the device")),
+            Numbers::List(_) => Err(Error::argument("numbers of the host are not on the device")),
             Numbers::Tensor(tensor) => {
                 check_ints(tensor.dtype())?;
                 let (ndim, shape, strides) = collapsed(tensor.shape(), tensor.strides());

@@ -128,7 +128,7 @@ impl Launcher {
     /// accepts is copied first.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more numbers than can be transferred at
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for more numbers than can be transferred at
     /// once, [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub(crate) fn plan(
         &self,

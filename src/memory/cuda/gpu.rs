@@ -156,13 +156,13 @@ impl Gpu {
     /// Checks that `stream` is one of this device, on which its work can be enqueued.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] with both devices.
+    /// [`ErrorKind::Argument`] with both devices.
     pub(crate) fn check_own(&self, stream: Stream) -> Result<()> {
         if stream.ordinal() == self.ordinal {
             return Ok(());
         }
         let (handle, theirs) = (stream.handle(), Device::Cuda(stream.ordinal()));
-        Err(Error::config(format!(
+        Err(Error::argument(format!(
             "stream {handle:#x} is one of {theirs}; the work is enqueued on {}",
             self.device()
         )))
@@ -285,11 +285,11 @@ impl Gpu {
     /// until the copy has run.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when the lengths differ, [`ErrorKind::Driver`] when a driver call fails.
+    /// [`ErrorKind::Argument`] when the lengths differ, [`ErrorKind::Driver`] when a driver call fails.
     pub fn copy_in(&self, target: RegionRange<'_>, source: RegionRange<'_>, stream: Stream) -> Result<()> {
         let bytes = source.bytes();
         if target.bytes() != bytes {
-            return Err(Error::config(format!("{bytes} bytes do not fill {}", target.bytes())));
+            return Err(Error::argument(format!("{bytes} bytes do not fill {}", target.bytes())));
         }
         if bytes == 0 {
             return Ok(());
@@ -308,7 +308,7 @@ impl Gpu {
     /// page-locked, nothing waits, and the bytes are valid when an event recorded afterwards has passed.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when the tensor has gaps or another length, [`ErrorKind::Driver`] when a driver
+    /// [`ErrorKind::Argument`] when the tensor has gaps or another length, [`ErrorKind::Driver`] when a driver
     /// call fails.
     pub fn copy_out(
         &self,
@@ -318,7 +318,9 @@ impl Gpu {
     ) -> Result<()> {
         let bytes = source.shape().numel() * source.dtype().size();
         if !source.is_contiguous() || bytes != target.bytes() {
-            return Err(Error::config("only a contiguous tensor can be copied as it lies, to as many bytes"));
+            return Err(Error::argument(
+                "only a contiguous tensor can be copied as it lies, to as many bytes",
+            ));
         }
         if bytes == 0 {
             return Ok(());
@@ -339,7 +341,7 @@ impl Gpu {
     /// has passed.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when they are not contiguous or differ in length, [`ErrorKind::Driver`] when a
+    /// [`ErrorKind::Argument`] when they are not contiguous or differ in length, [`ErrorKind::Driver`] when a
     /// driver call fails.
     pub(crate) fn copy(
         &self,
@@ -349,7 +351,9 @@ impl Gpu {
     ) -> Result<()> {
         let bytes = |tensor: &BorrowedTensor<'_>| tensor.shape().numel() * tensor.dtype().size();
         if !(target.is_contiguous() && source.is_contiguous() && bytes(target) == bytes(source)) {
-            return Err(Error::config("only contiguous tensors with the same number of bytes can be copied"));
+            return Err(Error::argument(
+                "only contiguous tensors with the same number of bytes can be copied",
+            ));
         }
         if bytes(source) == 0 {
             return Ok(());
@@ -365,7 +369,7 @@ impl Gpu {
     /// contiguous rows at most [`Gpu::MAX_PITCH`] bytes apart.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for other tensors, [`ErrorKind::Driver`] when a driver call fails.
+    /// [`ErrorKind::Argument`] for other tensors, [`ErrorKind::Driver`] when a driver call fails.
     pub(crate) fn copy_2d(
         &self,
         target: &BorrowedTensor<'_>,
@@ -374,7 +378,7 @@ impl Gpu {
     ) -> Result<()> {
         let (to, from) = (rows(target)?, rows(source)?);
         if to.1 != from.1 {
-            return Err(Error::config("only as many rows of as many bytes can be copied"));
+            return Err(Error::argument("only as many rows of as many bytes can be copied"));
         }
         if to.1.contains(&0) {
             return Ok(());
@@ -513,7 +517,7 @@ fn rows(tensor: &BorrowedTensor<'_>) -> Result<(Rows, [usize; 2])> {
         _ => None,
     };
     let ((rows, bytes), pitch) =
-        found.ok_or_else(|| Error::config("only rows of bytes can be copied as they lie"))?;
+        found.ok_or_else(|| Error::argument("only rows of bytes can be copied as they lie"))?;
     let is_on_host = tensor.device() == Device::Cpu;
     Ok((Rows { address: tensor.address().as_ptr(), pitch, is_on_host }, [rows, bytes]))
 }

@@ -38,7 +38,7 @@ impl PageLock {
     ) -> Result<Option<Self>> {
         tensor.check_on(Device::Cpu, "the tensor")?;
         if !tensor.is_contiguous() {
-            return Err(Error::config("only a contiguous tensor can be page-locked"));
+            return Err(Error::argument("only a contiguous tensor can be page-locked"));
         }
         let bytes = tensor.shape().numel() * tensor.dtype().size();
         if bytes == 0 {
@@ -61,7 +61,7 @@ fn check_locked(driver: Driver, address: *const u8, bytes: usize) -> Result<()> 
     if driver.knows(address)? && driver.knows(address.wrapping_add(bytes - 1))? {
         return Ok(());
     }
-    Err(Error::config(format!(
+    Err(Error::argument(format!(
         "of the {bytes} bytes at {address:p} a part is page-locked already: they share a page of {} bytes with other \
          memory that is, and copies of memory that is page-locked in part fail; register tensors whose memory has \
          pages of its own",

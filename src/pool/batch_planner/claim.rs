@@ -51,7 +51,7 @@ impl Claim {
         slots: &Arc<TokenToKvPoolAllocator>,
     ) -> Result<Self> {
         if !lease.is_of(slots) {
-            return Err(Error::config("a lease is of another allocator than the planner's"));
+            return Err(Error::argument("a lease is of another allocator than the planner's"));
         }
         let pages = lease.bind(request)?;
         Ok(Self { lease: Arc::clone(lease), pages, is_kept: Cell::new(false) })
@@ -76,7 +76,7 @@ impl Claim {
     /// Checks that the pages are still those of the allocator, whose lock the caller holds.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`](crate::base::ErrorKind::StaleBuffer) when it was cleared meanwhile.
+    /// [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) when it was cleared meanwhile.
     pub(super) fn check(&self, slots: &SlotTensors) -> Result<()> {
         self.lease.check_epoch(slots)
     }

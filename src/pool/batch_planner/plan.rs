@@ -89,7 +89,7 @@ impl PlannerConfig {
     /// Returns the bytes of a planner on `device` for a table and an allocator.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a `page_size` of 0, and for sizes that do
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a `page_size` of 0, and for sizes that do
     /// not fit int32.
     pub fn footprint(
         &self,

@@ -187,7 +187,7 @@ impl PlannerState {
         let (rows, count) = (batch.rows, batch.rows.len());
         let cached = if batch.prefixes.is_empty() { count } else { batch.prefixes.len() };
         if [batch.prefix_lens.len(), batch.seq_lens.len(), cached] != [count; 3] {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "a batch of {count} rows, {} prefix_lens, {} seq_lens and {cached} prefixes; the lengths must be \
                  equal",
                 batch.prefix_lens.len(),
@@ -251,7 +251,7 @@ impl PlannerState {
             }
             (_, Some(Prefix::Leased(lease))) if !self.leases.is_of(lease.id(), asked.row, table) => {
                 let GrowthRequest { position, row, .. } = asked;
-                Err(Error::config(format!(
+                Err(Error::state(format!(
                     "request row {row} at position {position} was finished while it was to grow"
                 )))
             }
@@ -265,18 +265,18 @@ impl PlannerState {
     /// Returns the pages of positions `from..to` of a request.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if it has fewer tokens, or its leased prefix
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if it has fewer tokens, or its leased prefix
     /// does not end at `from`.
     pub(super) fn pages(&self, row: RequestRow, from: usize, to: usize) -> Result<Vec<Page>> {
         let leased = widen(self.requests.leased(row));
         if leased != from {
-            return Err(Error::config(format!(
+            return Err(Error::state(format!(
                 "request row {row} was cut to {leased} leased tokens while its lease of {from} was published"
             )));
         }
         let (has, size) = (self.requests.len(row), widen(self.requests.page_size().slots()));
         if to > widen(has) {
-            return Err(Error::config(format!(
+            return Err(Error::state(format!(
                 "tokens up to {to} were published of request row {row}, which has {has} tokens with slots"
             )));
         }
@@ -303,9 +303,11 @@ impl PlannerState {
     ) -> Result<TakeResult<Plan>> {
         let Pools { slots, table } = pools;
         let count = rows.len();
-        at_least_one(&[("tokens_per_req", tokens_per_req)])?;
+        if tokens_per_req == 0 {
+            return Err(Error::argument("tokens_per_req is 0; it must be at least 1"));
+        }
         if seq_lens.len() != count {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "a batch of {count} rows and {} seq_lens; the lengths must be equal",
                 seq_lens.len()
             )));
@@ -316,7 +318,7 @@ impl PlannerState {
         };
         self.check_batch(batch_size)?;
         let width = i64::try_from(tokens_per_req).map_err(|_| {
-            Error::config(format!("tokens_per_req {tokens_per_req} is more than a request can have"))
+            Error::argument(format!("tokens_per_req {tokens_per_req} is more than a request can have"))
         })?;
         let rows = self.resolve(rows, table)?;
         let growths = match seq_lens {
@@ -348,7 +350,7 @@ impl PlannerState {
 
     fn check_batch(&self, size: usize) -> Result<()> {
         if size > self.metadata.config().max_batch_size {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "a batch of {size} requests is more than max_batch_size {}",
                 self.metadata.config().max_batch_size
             )));
@@ -360,7 +362,7 @@ impl PlannerState {
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a request that does not fit the table,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more than `max_tokens` new tokens.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for more than `max_tokens` new tokens.
     fn sizes(&self, batch: &[Growth], padding: Padding, table: &RequestTable) -> Result<BatchSizes> {
         let missing = padding.batch_size - batch.len();
         let of_padding = if missing > 0 { padding.tokens_per_req } else { 0 };
@@ -378,7 +380,7 @@ impl PlannerState {
         }
         let padded_num_tokens = num_tokens.saturating_add(missing.saturating_mul(of_padding));
         if padded_num_tokens > self.metadata.config().max_tokens {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "{padded_num_tokens} new tokens are more than max_tokens {}",
                 self.metadata.config().max_tokens
             )));
@@ -466,7 +468,7 @@ impl PlannerState {
             if let Some(error) = self.requests.cleared_error(0, src) {
                 return Err(error);
             }
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "request row {src} has {has} tokens with slots and row {dst} has {taken}; {len} cannot be shared with \
                  it, which must have none"
             )));
@@ -534,10 +536,10 @@ fn call_of_request(row: RequestRow, slots: &SlotTensors, table: &RequestTable) -
 fn padded_size(count: usize, sizes: &[usize], padding_row: bool) -> Result<usize> {
     let found = sizes.iter().copied().filter(|&size| size >= count).min();
     let size = found.ok_or_else(|| {
-        Error::config(format!("a batch of {count} requests is larger than all of pad_to {sizes:?}"))
+        Error::argument(format!("a batch of {count} requests is larger than all of pad_to {sizes:?}"))
     })?;
     if size > count && !padding_row {
-        return Err(Error::config(format!(
+        return Err(Error::argument(format!(
             "a batch of {count} requests cannot be padded to {size}: the request table has no padding row"
         )));
     }
@@ -548,7 +550,7 @@ fn as_many(name: &str, values: &IndexVec, rows: &IndexVec) -> Result<()> {
     if values.len() == rows.len() {
         return Ok(());
     }
-    Err(Error::config(format!(
+    Err(Error::argument(format!(
         "a batch of {} rows and {} {name}; the lengths must be equal",
         rows.len(),
         values.len()

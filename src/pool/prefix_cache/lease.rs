@@ -66,7 +66,7 @@ impl Lease {
     /// Returns the tokens of the prefix, in whole pages.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] after its release, or when the allocator was cleared.
+    /// [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) after its release, or when the allocator was cleared.
     pub fn len(&self) -> Result<usize> {
         self.with(self.stream, |_, _, lease| Ok(lease.len()))
     }
@@ -153,7 +153,7 @@ impl Lease {
         work: impl FnOnce(&mut CacheState, &Hold) -> Result<R>,
     ) -> Result<R> {
         if !Arc::ptr_eq(shared, &self.shared) {
-            return Err(Error::config("the lease is of another prefix cache"));
+            return Err(Error::argument("the lease is of another prefix cache"));
         }
         self.with(stream, |_, cache, lease| {
             lease.check_arrived()?;
@@ -196,17 +196,20 @@ impl Lease {
     ///
     /// # Errors
     /// See [`Self::len`] and [`GdnPool::copy_states`](crate::pool::GdnPool::copy_states);
-    /// [`ErrorKind::Config`] when the cache has no states, or the prefix has tokens and no snapshot;
+    /// [`ErrorKind::State`] when the cache has no states, or the prefix has tokens and no snapshot;
     /// [`ErrorKind::Index`] for a row of no working slot.
+    ///
+    /// [`ErrorKind::State`]: crate::base::ErrorKind::State
+    /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
     pub fn restore(&self, row: i64, stream: Stream) -> Result<()> {
         let Some(states) = &self.shared.states else {
-            return Err(Error::config("the prefix cache was made without states"));
+            return Err(Error::state("the prefix cache was made without states"));
         };
         // This lock keeps the snapshot from being given up before it is copied.
         let (snapshot, lock) = self.with(stream, |_, cache, lease| {
             let snapshot = lease.state(&cache.tree);
             if snapshot.is_none() && lease.len() > 0 {
-                return Err(Error::config(format!(
+                return Err(Error::state(format!(
                     "the lease has {} tokens and no snapshot of the state at their end",
                     lease.len()
                 )));
@@ -238,12 +241,12 @@ impl Lease {
     /// Makes this the lease of `request`, and returns the pages.
     ///
     /// # Errors
-    /// See [`Self::len`]; also [`ErrorKind::Config`] when it is that of another request.
+    /// See [`Self::len`]; also [`ErrorKind::State`] when it is that of another request.
     pub(in crate::pool) fn bind(&self, request: LeasingRequest) -> Result<PageList> {
         self.with(self.stream, |_, cache, lease| {
             if let Some(other) = lease.request() {
                 let row = other.row();
-                return Err(Error::config(format!(
+                return Err(Error::state(format!(
                     "the lease is that of request row {row} already; match again for another request"
                 )));
             }
@@ -267,7 +270,7 @@ impl Lease {
     /// Checks that the pages are still those of the allocator, whose lock the caller holds.
     ///
     /// # Errors
-    /// [`ErrorKind::StaleBuffer`] when it was cleared.
+    /// [`ErrorKind::Stale`] when it was cleared.
     pub(in crate::pool) fn check_epoch(&self, slots: &SlotTensors) -> Result<()> {
         if slots.epoch() == self.epoch { Ok(()) } else { Err(cleared_error()) }
     }

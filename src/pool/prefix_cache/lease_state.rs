@@ -67,12 +67,12 @@ impl LeaseState {
     /// Checks that no part of the prefix is being loaded.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] with the number of tokens that are being loaded.
+    /// [`ErrorKind::State`] with the number of tokens that are being loaded.
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::State`]: crate::base::ErrorKind::State
     pub(super) fn check_arrived(&self) -> Result<()> {
         self.load_in_flight().map_or(Ok(()), |load| {
-            Err(Error::config(format!(
+            Err(Error::state(format!(
                 "{} tokens of the lease are on their way; wait for their last layer first",
                 load.len
             )))

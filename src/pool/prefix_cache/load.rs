@@ -51,7 +51,7 @@ impl Load {
     /// device, the calling thread waits. The host does not wait for a device.
     ///
     /// # Errors
-    /// See [`Transfer::make_stream_wait`].
+    /// See [`crate::transfer::Transfer::make_stream_wait`].
     pub fn wait_layer(&self, layer: usize, stream: Stream) -> Result<()> {
         self.copies.as_ref().map_or(Ok(()), |copies| copies.make_stream_wait(layer, stream))
     }
@@ -73,14 +73,14 @@ impl Load {
         if copies.have_arrived() && !is_given_up {
             return Ok(true);
         }
-        Err(Error::new(ErrorKind::State, format!("the load of {} tokens has ended early", self.len)))
+        Err(Error::state(format!("the load of {} tokens has ended early", self.len)))
     }
 
     /// Gives up the load if it is not complete: the lease ends where it did before, and the pages are free,
     /// and their next owner comes after the copies. Does nothing if the load is complete, or the lease was released.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when a planner has the lease, whose request uses the pages.
+    /// [`ErrorKind::State`] when a planner has the lease, whose request uses the pages.
     pub fn cancel(&self, stream: Stream) -> Result<()> {
         let Some(lease) = self.lease.upgrade() else { return Ok(()) };
         if lease.cancel_load(stream)? {
@@ -128,7 +128,7 @@ impl Lease {
     /// states, until they agree.
     ///
     /// # Errors
-    /// See [`Self::len`]; [`ErrorKind::Config`] for a result that is below the length of the lease, which
+    /// See [`Self::len`]; [`ErrorKind::Argument`] for a result that is below the length of the lease, which
     /// ranks that make the same calls have in common, or above what this rank has; the error of `least`.
     pub fn agree(&self, mut least: impl FnMut(usize) -> Result<usize>) -> Result<()> {
         let (len, is_stateful) = (self.len()?, self.shared.states.is_some());
@@ -136,7 +136,7 @@ impl Lease {
         loop {
             let all = least(len + have)?;
             let agreed = all.checked_sub(len).filter(|agreed| *agreed <= have).ok_or_else(|| {
-                Error::config(format!(
+                Error::argument(format!(
                     "agree returned {all}; this rank has {}, of which {len} are on its device",
                     len + have
                 ))
@@ -188,7 +188,7 @@ impl Lease {
     /// The copies run behind the work enqueued on `stream`.
     ///
     /// # Errors
-    /// See [`Self::len`]; also [`ErrorKind::Config`] when a planner has the lease, or it is loading already;
+    /// See [`Self::len`]; also [`ErrorKind::State`] when a planner has the lease, or it is loading already;
     /// as [`TokenToKvPoolAllocator::alloc`](crate::pool::TokenToKvPoolAllocator::alloc);
     /// [`ErrorKind::Driver`] while `stream` is being captured, and when a driver call fails. Nothing is
     /// changed, except that other prefixes may have been evicted for it.
@@ -259,7 +259,7 @@ impl Lease {
         self.with(stream, |_, cache, lease| {
             check_idle(lease)?;
             if lease.hold.len() != begin {
-                return Err(Error::config(format!(
+                return Err(Error::state(format!(
                     "the lease changed from {begin} to {} tokens while it was to load",
                     lease.hold.len()
                 )));
@@ -350,12 +350,12 @@ impl Lease {
             if let (Err(_), Some(request)) = (lease.check_arrived(), lease.request()) {
                 let text =
                     format!("the lease is that of request row {}, which uses the pages", request.row());
-                return Err(Error::config(text));
+                return Err(Error::state(text));
             }
             Ok(lease.give_up_load(call, cache))
         });
         match ended {
-            Err(error) if error.kind() == ErrorKind::StaleBuffer => Ok(false),
+            Err(error) if error.kind() == ErrorKind::Stale => Ok(false),
             ended => ended.map(|ended| ended.is_some()),
         }
     }
@@ -366,6 +366,6 @@ fn check_idle(lease: &LeaseState) -> Result<()> {
     lease.check_arrived()?;
     lease.request().map_or(Ok(()), |request| {
         let text = format!("the lease is that of request row {} already; load before", request.row());
-        Err(Error::config(text))
+        Err(Error::state(text))
     })
 }

@@ -50,13 +50,13 @@ impl Lease {
     /// It is copied first, without locks.
     ///
     /// # Errors
-    /// See [`Self::len`]. [`ErrorKind::Config`] for a number that is no token id, and when there are not as
+    /// See [`Self::len`]. [`ErrorKind::Argument`] for a number that is no token id, and when there are not as
     /// many slots as tokens; [`ErrorKind::IndexOwnership`] for slots that are not live, are listed twice, are
     /// cached already, or do not fill pages in order; [`ErrorKind::Index`] for a state of no working slot; see
     /// [`GdnPool::copy_states`]. Nothing is changed, except that another snapshot may have been given up for
     /// the state.
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`GdnPool::copy_states`]: crate::pool::GdnPool::copy_states
     /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
     /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
@@ -94,7 +94,7 @@ impl Lease {
     /// `None` if there is one already, or no track slot for it.
     fn take_snapshot(&self, tokens: &[i32], row: i64, stream: Stream) -> Result<Option<TakenSlot<'_>>> {
         let Some(states) = &self.shared.states else {
-            return Err(Error::config("a state was published to a prefix cache without states"));
+            return Err(Error::state("a state was published to a prefix cache without states"));
         };
         states.check_working(row)?;
         let taken = self.with(stream, |_, cache, lease| {
@@ -116,17 +116,17 @@ impl Lease {
     /// end of a request without a planner.
     ///
     /// # Errors
-    /// See [`Self::publish`], also for the slots of the partial page; also [`ErrorKind::Config`] for the
+    /// See [`Self::publish`], also for the slots of the partial page; also [`ErrorKind::State`] for the
     /// lease of a request that a planner has. Nothing is changed.
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::State`]: crate::base::ErrorKind::State
     pub fn finish(&self, tokens: &dyn Tokens, slots: &IndexVec, stream: Stream) -> Result<Published> {
         let pages = self.pages_for(tokens.count(), slots, PartialPage::Freed)?;
         let published = self.with(stream, |call, cache, lease| {
             if let Some(request) = lease.request() {
                 let row = request.row();
                 let text = format!("the lease is that of request row {row}, which its planner finishes");
-                return Err(Error::config(text));
+                return Err(Error::state(text));
             }
             self.publish_pages(call, cache, lease, tokens, Some(pages), None)
         })?;
@@ -138,18 +138,18 @@ impl Lease {
     /// other slots and the row, and the lease ends.
     ///
     /// # Errors
-    /// See [`Self::publish`], after which nothing is changed; [`ErrorKind::Config`] for a lease that no planner
-    /// has. See [`BatchPlanner::finish`], after which the tokens are published.
+    /// See [`Self::publish`], after which nothing is changed; [`ErrorKind::State`] for a lease that no
+    /// planner has. See [`BatchPlanner::finish`], after which the tokens are published.
     ///
     /// [`BatchPlanner::finish`]: crate::pool::BatchPlanner::finish
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::State`]: crate::base::ErrorKind::State
     pub fn finish_request(&self, publication: &Publication<'_>, stream: Stream) -> Result<FinishedRequests> {
         // Dropped without locks: it may be the last owner.
         let request = self.with(stream, |_, _, lease| {
             lease.request().map(|request| Ok((request.planner()?, request.row()))).transpose()
         })?;
         let Some((planner, row)) = request else {
-            return Err(Error::config("no planner has the lease, so none can finish its request"));
+            return Err(Error::state("no planner has the lease, so none can finish its request"));
         };
         let _ = self.publish(publication, stream)?;
         let finished = planner.finish_request(row, stream)?;
@@ -160,7 +160,7 @@ impl Lease {
     /// Returns the pages of the slots that are offered for so many tokens.
     fn pages_for(&self, tokens: usize, slots: &IndexVec, partial_page: PartialPage) -> Result<Vec<Page>> {
         if tokens != slots.len() {
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "{tokens} tokens and {} slots were published; the numbers must be equal",
                 slots.len()
             )));
@@ -213,9 +213,9 @@ impl Lease {
     /// Returns the request that keeps this lease, locked.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when its planner no longer has it.
+    /// [`ErrorKind::State`] when its planner no longer has it.
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::State`]: crate::base::ErrorKind::State
     fn request_of<'a>(
         &self,
         planner: &'a dyn LeaseKeeper,
@@ -223,7 +223,7 @@ impl Lease {
     ) -> Result<Box<dyn LeasedRequest + 'a>> {
         let request =
             lease.holder.request().and_then(|request| planner.leased_request(request.row(), self.id()));
-        request.ok_or_else(|| Error::config("the lease is of a request that its planner does not have"))
+        request.ok_or_else(|| Error::state("the lease is of a request that its planner does not have"))
     }
 
     /// Makes `pages` the cache's, and frees `rest`. If the cache has pages for the first of the tokens
@@ -261,12 +261,12 @@ fn pages_of_request(
     given: Option<Vec<Page>>,
 ) -> Result<Vec<Page>> {
     match (request, given) {
-        (None, None) => Err(Error::config("slots are needed for a lease that no planner has")),
+        (None, None) => Err(Error::argument("slots are needed for a lease that no planner has")),
         (None, Some(given)) => Ok(given),
         (Some(request), given) => {
             let pages = request.pages(range.start, range.end)?;
             if given.is_some_and(|given| given != pages) {
-                return Err(Error::config("the slots published are not those of the request"));
+                return Err(Error::argument("the slots published are not those of the request"));
             }
             Ok(pages)
         }

@@ -45,7 +45,7 @@ pub(in crate::pool) trait LeasedRequest {
     /// Returns the pages of positions `from..to`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if it has fewer tokens, or its leased prefix
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if it has fewer tokens, or its leased prefix
     /// does not end at `from`.
     fn pages(&self, from: usize, to: usize) -> Result<Vec<Page>>;
 
@@ -79,8 +79,8 @@ impl LeasingRequest {
     /// Returns the request's planner.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) when that is gone.
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) when that is gone.
     pub(super) fn planner(&self) -> Result<Arc<dyn LeaseKeeper>> {
-        self.planner.upgrade().ok_or_else(|| Error::config("the planner of the lease's request is gone"))
+        self.planner.upgrade().ok_or_else(|| Error::state("the planner of the lease's request is gone"))
     }
 }

@@ -1,6 +1,6 @@
 //! Why a lease cannot be used any more, and how much of one is left.
 
-use crate::base::{Error, ErrorKind};
+use crate::base::Error;
 use crate::cache::Tree;
 
 /// Returns the part of `len` tokens that fills pages.
@@ -20,5 +20,5 @@ pub(super) fn released_error() -> Error {
 
 #[cold]
 fn stale_lease_error(why: &str) -> Error {
-    Error::new(ErrorKind::StaleBuffer, format!("the lease cannot be used: {why}"))
+    Error::stale(format!("the lease cannot be used: {why}"))
 }

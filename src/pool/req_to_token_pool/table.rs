@@ -237,7 +237,7 @@ impl RequestTable {
             )));
         };
         if stop < from {
-            return Err(Error::config(format!("columns {from} to {stop} of row {row} run backwards")));
+            return Err(Error::argument(format!("columns {from} to {stop} of row {row} run backwards")));
         }
         Ok((row, from, stop))
     }
@@ -368,7 +368,7 @@ impl RequestTable {
     ) -> Result<()> {
         if indptr.len() != rows.len() + 1 {
             let (rows, ends) = (rows.len(), indptr.len());
-            return Err(Error::config(format!(
+            return Err(Error::argument(format!(
                 "{rows} rows need {} numbers in kv_indptr, not {ends}",
                 rows + 1
             )));
@@ -377,11 +377,11 @@ impl RequestTable {
             return Err(Error::wrong_type(format!("kv_indices must be int32, not {}", out.dtype())));
         }
         if !out.is_contiguous() {
-            return Err(Error::config("kv_indices must be contiguous"));
+            return Err(Error::argument("kv_indices must be contiguous"));
         }
         out.check_on(self.device(), "kv_indices")?;
         if self.has(out) {
-            return Err(Error::config("kv_indices must not be part of the table that it is made of"));
+            return Err(Error::argument("kv_indices must not be part of the table that it is made of"));
         }
         self.executor.build_kv_indices(&self.table()?, rows, indptr, out, stream)
     }
@@ -443,11 +443,11 @@ pub(super) fn as_many(rows: usize, columns: usize) -> Result<()> {
     if rows == columns {
         return Ok(());
     }
-    Err(Error::config(format!("{rows} rows and {columns} columns; the numbers must be equal")))
+    Err(Error::argument(format!("{rows} rows and {columns} columns; the numbers must be equal")))
 }
 
 pub(super) fn mismatched_error(values: usize, places: usize) -> Error {
-    Error::config(format!("{values} values for {places} places of the table"))
+    Error::argument(format!("{values} values for {places} places of the table"))
 }
 
 /// Returns `values`, or its single value repeated for every place.

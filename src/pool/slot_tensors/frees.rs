@@ -340,7 +340,7 @@ impl SlotTensors {
         match (&self.stage, device) {
             (Some(stage), _) if stage.gpu().device() == device => Ok(Arc::clone(stage.gpu())),
             (_, Device::Cuda(ordinal)) => Gpu::open(ordinal),
-            (_, Device::Cpu) => Err(Error::config("a tensor in host memory is on no GPU")),
+            (_, Device::Cpu) => Err(Error::argument("a tensor in host memory is on no GPU")),
         }
     }
 
@@ -406,9 +406,9 @@ impl SlotTensors {
     /// many values that was.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when no group is open; see [`Self::free`]. The group is closed in any case.
+    /// [`ErrorKind::Argument`] when no group is open; see [`Self::free`]. The group is closed in any case.
     ///
-    /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     pub(in crate::pool) fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {
         let Some((given, mut by)) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
         if self.group.is_empty() && !self.must_wait_behind(None) {

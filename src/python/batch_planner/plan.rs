@@ -13,7 +13,7 @@ use crate::python::tensor::Tensor;
 ///
 /// The tensors are int32 (`slot_mapping`: int64) views of the planner's memory, on its device and at the same
 /// addresses in every plan. They are valid on the stream that was current in the planning call. The next plan
-/// of the planner overwrites them, and getters of this plan then raise `StaleBufferError`. `B` is the padded
+/// of the planner overwrites them, and getters of this plan then raise `StaleError`. `B` is the padded
 /// number of requests, `T` the padded number of new tokens.
 #[pyclass(frozen, module = "kvpool", name = "BatchPlan", weakref)]
 pub(in crate::python) struct BatchPlan {
@@ -171,7 +171,7 @@ impl BatchPlan {
 /// The arrays of a `BatchPlan` in host memory: read-only NumPy arrays over the planner's memory, which the
 /// next plan overwrites.
 ///
-/// On a GPU `kv_indices` and `block_table` are built on access, which raises `StaleBufferError` after
+/// On a GPU `kv_indices` and `block_table` are built on access, which raises `StaleError` after
 /// `truncate`, `finish` or `fork`. Without NumPy the arrays are `kvpool.Tensor`s.
 #[pyclass(frozen, module = "kvpool", name = "HostPlan")]
 pub(in crate::python) struct HostPlan {

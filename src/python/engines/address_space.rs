@@ -73,7 +73,7 @@ impl AddressSpace {
     ///     Where it begins. `None` if no gap is long enough.
     ///
     /// Raises:
-    ///     ConfigError: If `size` is below 1.
+    ///     ArgumentError: If `size` is below 1.
     fn take(&self, size: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
         let size = at_least_one(size)?;
         Ok(self.lock().take(size).map(|taken| taken.start))
@@ -89,7 +89,7 @@ impl AddressSpace {
     ///     Where they begin, in order. `None` if the gaps do not hold all of them.
     ///
     /// Raises:
-    ///     ConfigError: If `size` is below 1, or `count` is negative.
+    ///     ArgumentError: If `size` is below 1, or `count` is negative.
     ///     OutOfMemoryError: If there is not enough memory for the list.
     fn take_many(&self, size: &Bound<'_, PyAny>, count: &Bound<'_, PyAny>) -> PyResult<Option<Vec<usize>>> {
         let (size, count) = (at_least_one(size)?, args::count("count", count)?);
@@ -101,7 +101,7 @@ impl AddressSpace {
     /// A range with a byte that is not taken is dropped as a whole, counted in `stats`, and reported.
     ///
     /// Raises:
-    ///     ConfigError: If a number is negative, or `size` is 0.
+    ///     ArgumentError: If a number is negative, or `size` is 0.
     ///     IndexOwnershipError: If the space is strict and the range cannot be freed. Nothing is changed.
     fn give_back(&self, py: Python<'_>, start: &Bound<'_, PyAny>, size: &Bound<'_, PyAny>) -> PyResult<()> {
         self.free(py, &[address(start)?], at_least_one(size)?)
@@ -114,7 +114,7 @@ impl AddressSpace {
     ///     size: Bytes of each.
     ///
     /// Raises:
-    ///     ConfigError: If a number is negative, or `size` is 0.
+    ///     ArgumentError: If a number is negative, or `size` is 0.
     ///     IndexOwnershipError: If the space is strict and one of them cannot be freed. Nothing is changed.
     fn give_back_many(
         &self,
@@ -132,7 +132,7 @@ impl AddressSpace {
     ///     size: Bytes, which are rounded up to the alignment.
     ///
     /// Raises:
-    ///     ConfigError: If `size` is below 1, or the capacity would be 2**63 or more.
+    ///     ArgumentError: If `size` is below 1, or the capacity would be 2**63 or more.
     fn grow(&self, size: &Bound<'_, PyAny>) -> PyResult<()> {
         let size = at_least_one(size)?;
         with(&self.space, |space| space.grow(rounded(space, size)?))
@@ -141,7 +141,7 @@ impl AddressSpace {
     /// Returns `size`, rounded up to the alignment.
     ///
     /// Raises:
-    ///     ConfigError: If `size` is negative, or an address cannot name as many bytes.
+    ///     ArgumentError: If `size` is negative, or an address cannot name as many bytes.
     fn rounded(&self, size: &Bound<'_, PyAny>) -> PyResult<usize> {
         let bytes = args::size("size", size)?;
         with(&self.space, |space| rounded(space, bytes))
@@ -197,20 +197,20 @@ impl AddressSpace {
 /// Converts a number of bytes, which must be positive.
 fn at_least_one(size: &Bound<'_, PyAny>) -> PyResult<usize> {
     match args::count("size", size)? {
-        0 => Err(Error::config("size is 0; it must be at least 1").into()),
+        0 => Err(Error::argument("size is 0; it must be at least 1").into()),
         bytes => Ok(bytes),
     }
 }
 
 /// Rounds `bytes` up to the alignment of `space`.
 fn rounded(space: &Space, bytes: usize) -> Result<usize> {
-    let too_much = || Error::config(format!("size is {bytes}, more than an address can name"));
+    let too_much = || Error::argument(format!("size is {bytes}, more than an address can name"));
     space.rounded(bytes).ok_or_else(too_much)
 }
 
 /// Converts an address, which must be below 2**63.
 fn address(start: &Bound<'_, PyAny>) -> PyResult<usize> {
     let start = args::int(start)?;
-    let negative = |_| Error::config(format!("start is {start}; it must not be negative"));
+    let negative = |_| Error::argument(format!("start is {start}; it must not be negative"));
     Ok(usize::try_from(start).map_err(negative)?)
 }

@@ -141,7 +141,7 @@ impl HybridTree {
     ///     namespace: See the class.
     ///
     /// Raises:
-    ///     ConfigError: If `start` and `end` are not within the tokens.
+    ///     ArgumentError: If `start` and `end` are not within the tokens.
     #[pyo3(signature = (tokens, start=0, end=None, namespace=None))]
     fn r#match(
         &self,
@@ -164,7 +164,7 @@ impl HybridTree {
     ///     namespace: As in `match`.
     ///
     /// Raises:
-    ///     ConfigError: As in `match`.
+    ///     ArgumentError: As in `match`.
     #[pyo3(signature = (tokens, start=0, end=None, namespace=None))]
     fn peek(
         &self,
@@ -199,7 +199,7 @@ impl HybridTree {
     ///     branch: The number of tokens at which the request branches off from a window.
     ///
     /// Raises:
-    ///     ConfigError: As in `match`; if there are fewer slots than tokens, a slot is outside of [0, 2**31),
+    ///     ArgumentError: As in `match`; if there are fewer slots than tokens, a slot is outside of [0, 2**31),
     ///         another insertion is in progress, or the state is missing.
     #[pyo3(signature = (tokens, slots, start=0, end=None, namespace=None, *, found=0, inserted=0, window_freed=0, priority=0, state=None, branch=None))]
     #[expect(clippy::too_many_arguments, reason = "the arguments of a Python call")]
@@ -224,7 +224,7 @@ impl HybridTree {
             with_keys(tokens, start, end, |keys| {
                 if count < keys.count() {
                     let text = format!("{count} slots for {} tokens", keys.count());
-                    return Err(Error::config(text).into());
+                    return Err(Error::argument(text).into());
                 }
                 Ok(HybridStep(self.lock().begin(&name, keys, slots, insert)?))
             })
@@ -241,8 +241,9 @@ impl HybridTree {
     ///     namespace: As in `match`.
     ///
     /// Raises:
-    ///     ConfigError: If no insertion is in progress, it has failed, the node that it has reached was
-    ///         evicted since, or it began with other tokens or in another namespace.
+    ///     ArgumentError: If it began with other tokens or in another namespace.
+    ///     StaleError: If the node that it has reached was evicted since.
+    ///     StateError: If no insertion is in progress, or it has failed.
     #[pyo3(signature = (tokens, slots, start=0, end=None, namespace=None))]
     fn advance(
         &self,
@@ -387,12 +388,12 @@ impl HybridTree {
     /// Begins to evict values of a part, `wanted` of them.
     ///
     /// Raises:
-    ///     ConfigError: If an eviction of the part is in progress.
+    ///     StateError: If an eviction of the part is in progress.
     fn begin_eviction(&self, part: usize, wanted: usize) -> PyResult<()> {
         if self.lock().begin_eviction(part_of(part)?, wanted) {
             return Ok(());
         }
-        Err(Error::config(format!("an eviction of part {part} is going on; end it first")).into())
+        Err(Error::state(format!("an eviction of part {part} is going on; end it first")).into())
     }
 
     /// Returns the next step of an eviction: an int, the leaf to evict with `evict_leaf`; or values that were
@@ -403,7 +404,7 @@ impl HybridTree {
     ///     evicted: Values of the part that were evicted until now.
     ///
     /// Raises:
-    ///     ConfigError: If no eviction of the part has begun.
+    ///     StateError: If no eviction of the part has begun.
     fn next_victim<'py>(
         &self,
         py: Python<'py>,
@@ -437,7 +438,7 @@ impl HybridTree {
     /// Ends an eviction.
     ///
     /// Raises:
-    ///     ConfigError: If no eviction of the part has begun.
+    ///     StateError: If no eviction of the part has begun.
     fn end_eviction(&self, part: usize) -> PyResult<()> {
         if self.lock().end_eviction(part_of(part)?) { Ok(()) } else { Err(no_eviction_error(part)) }
     }
@@ -471,12 +472,12 @@ impl HybridTree {
     ///
     /// Raises:
     ///     KeyError: If the node no longer exists.
-    ///     ConfigError: If the size would become negative.
+    ///     ArgumentError: If the size would become negative.
     fn adjust_size(&self, node: u64, part: usize, delta: i64) -> PyResult<()> {
         let node = handle_of(node);
         let adjusted =
             self.lock().adjust(node, part_of(part)?, delta).ok_or_else(|| no_such_node_error(node))?;
-        adjusted.map_err(|NegativeSize(size)| Error::config(format!("the size would become {size}")).into())
+        adjusted.map_err(|NegativeSize(size)| Error::argument(format!("the size would become {size}")).into())
     }
 
     /// Returns the value of a node, a 1-D int64 tensor; `None` if it has none.
@@ -497,7 +498,7 @@ impl HybridTree {
     ///
     /// Raises:
     ///     KeyError: If the node no longer exists.
-    ///     ConfigError: If the part is 0 or nodes do not have it, the node has a value, or the length is wrong.
+    ///     ArgumentError: If the part is 0 or nodes do not have it, the node has a value, or the length is wrong.
     fn set_value(&self, node: u64, part: usize, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let (node, part, value) = (handle_of(node), part_of(part)?, slots_in(value)?);
         Ok(self.lock().set_value(node, part, value).ok_or_else(|| no_such_node_error(node))??)
@@ -524,13 +525,13 @@ impl HybridTree {
     ///
     /// Raises:
     ///     KeyError: If the node no longer exists.
-    ///     ConfigError: If there are not as many hashes as pages, or no node begins at `start`. Nothing is
+    ///     ArgumentError: If there are not as many hashes as pages, or no node begins at `start`. Nothing is
     ///         changed.
     fn set_hashes(&self, node: u64, start: usize, hashes: &[u8]) -> PyResult<()> {
         let node = handle_of(node);
         let (hashes, rest) = hashes.as_chunks();
         if !rest.is_empty() {
-            return Err(Error::config(format!("hashes of 32 bytes, and {} bytes more", rest.len())).into());
+            return Err(Error::argument(format!("hashes of 32 bytes, and {} bytes more", rest.len())).into());
         }
         let hashes: Vec<_> = hashes.iter().copied().map(PageDigest).collect();
         Ok(self.lock().set_hashes(node, start, &hashes).ok_or_else(|| no_such_node_error(node))??)
@@ -556,7 +557,7 @@ impl HybridTree {
     /// Gives tokens from `begin` on, which are there without a window, the windows `values`.
     ///
     /// Raises:
-    ///     ConfigError: If they are no whole pages, or some of them are not there or have a window. Nothing is
+    ///     ArgumentError: If they are no whole pages, or some of them are not there or have a window. Nothing is
     ///         changed.
     #[pyo3(signature = (tokens, begin, values, start=0, end=None, namespace=None))]
     fn attach_window(

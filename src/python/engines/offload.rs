@@ -163,7 +163,7 @@ impl OffloadTable {
     ///     then nothing is evicted.
     ///
     /// Raises:
-    ///     RuntimeError: If the request is finished, and has not used one of them before.
+    ///     StateError: If the request is finished, and has not used one of them before.
     ///     TypeError: If a key is not bytes.
     #[pyo3(signature = (keys, request, position=None))]
     fn begin_store<'py>(
@@ -206,8 +206,8 @@ impl OffloadTable {
     ///     Their places.
     ///
     /// Raises:
-    ///     StaleBufferError: If a chunk is not here, or is being stored. Nothing is changed.
-    ///     RuntimeError: As in `begin_store`.
+    ///     StaleError: If a chunk is not here, or is being stored. Nothing is changed.
+    ///     StateError: As in `begin_store`.
     ///     TypeError: As in `begin_store`.
     #[pyo3(signature = (keys, request=None, position=None))]
     fn begin_load<'py>(

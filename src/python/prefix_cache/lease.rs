@@ -58,7 +58,7 @@ impl Lease {
                  write the slots published to the row yourself"
             ),
         };
-        Err(Error::config(text).into())
+        Err(Error::argument(text).into())
     }
 }
 
@@ -67,7 +67,7 @@ impl Lease {
     /// Tokens of the prefix, in whole pages.
     ///
     /// Raises:
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    ///     StaleError: If the lease was released, or the allocator was cleared.
     #[getter]
     fn length(&self) -> PyResult<usize> {
         Ok(self.lease.len()?)
@@ -78,7 +78,7 @@ impl Lease {
     /// this one there: end a chunk of the prefill there, and publish it with its state.
     ///
     /// Raises:
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    ///     StaleError: If the lease was released, or the allocator was cleared.
     #[getter]
     fn kv_length(&self) -> PyResult<usize> {
         Ok(self.lease.kv_len()?)
@@ -92,7 +92,7 @@ impl Lease {
     /// after a load or a publication.
     ///
     /// Raises:
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    ///     StaleError: If the lease was released, or the allocator was cleared.
     #[getter]
     fn loadable(&self) -> PyResult<usize> {
         Ok(self.lease.loadable()?)
@@ -101,7 +101,7 @@ impl Lease {
     /// The slots of the prefix: 1-D `[length]` in the allocator's `index_dtype`, on its device, made by each access.
     ///
     /// Raises:
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    ///     StaleError: If the lease was released, or the allocator was cleared.
     #[getter]
     fn slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_tensor(py, &self.lease.slots(self.stream(py)?)?)
@@ -111,7 +111,7 @@ impl Lease {
     /// without states. The cache owns it: `GDNPool` does not free it, and does not write it.
     ///
     /// Raises:
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    ///     StaleError: If the lease was released, or the allocator was cleared.
     #[getter]
     fn state_slot(&self) -> PyResult<Option<u32>> {
         Ok(self.lease.state_slot()?.map(Id::number))
@@ -151,12 +151,13 @@ impl Lease {
     /// Nothing is changed if the call raises, except that another snapshot may have been given up for the state.
     ///
     /// Raises:
-    ///     ConfigError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+    ///     ArgumentError: If a token is outside of [0, 2**31), or `tokens` and `slots` differ in length.
     ///     DriverError: If the state cannot be copied.
     ///     IndexError: If `state` is no working slot.
     ///     IndexOwnershipError: If a slot is not in use, listed twice, cached already, or not at its place in a
     ///         page.
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    ///     StaleError: If the lease was released, or the allocator was cleared.
+    ///     StateError: If a load of the lease is not over, or a state is given and the cache was made without states.
     #[pyo3(signature = (tokens, slots=None, *, state=None, row=None))]
     fn publish(
         &self,
@@ -183,9 +184,10 @@ impl Lease {
     ///         `BatchPlanner.finish` does: it frees the other slots and the row.
     ///
     /// Raises:
-    ///     ConfigError: As in `publish`; also if a planner has the lease and `row` is not given.
+    ///     ArgumentError: As in `publish`; also if a planner has the lease and `row` is not given.
     ///     IndexOwnershipError: As in `publish`, and with `row` as in `BatchPlanner.finish`.
-    ///     StaleBufferError: As in `publish`.
+    ///     StaleError: As in `publish`.
+    ///     StateError: As in `publish`.
     #[pyo3(signature = (tokens, slots=None, *, row=None))]
     fn finish(
         &self,
@@ -220,7 +222,7 @@ impl Lease {
             }
             (None, None) => "slots are needed for a lease that no planner has".to_owned(),
         };
-        Err(Error::config(text).into())
+        Err(Error::argument(text).into())
     }
 
     /// Loads the pages that the tiers below the device have after the prefix. The lease has their slots from
@@ -238,9 +240,10 @@ impl Lease {
     ///     A `Load`, or `None` if there are not enough slots, or no track slot for the state.
     ///
     /// Raises:
-    ///     ConfigError: If `limit` is negative, a planner has the lease, or it is loading already.
+    ///     ArgumentError: If `limit` is negative.
     ///     DriverError: If a copy cannot be enqueued, as while the current stream is being captured.
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    ///     StaleError: If the lease was released, or the allocator was cleared.
+    ///     StateError: If a planner has the lease, or it is loading already.
     #[pyo3(signature = (*, limit=None))]
     fn load(&self, py: Python<'_>, limit: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Load>> {
         let limit = limit.map_or(Ok(usize::MAX), |limit| args::count("limit", limit))?;
@@ -253,9 +256,9 @@ impl Lease {
     /// prefix without tokens. Enqueued on the current stream.
     ///
     /// Raises:
-    ///     ConfigError: If the cache was made without states, or the prefix has tokens and no snapshot.
+    ///     StateError: If the cache was made without states, or the prefix has tokens and no snapshot.
     ///     IndexError: If `row` is no working slot.
-    ///     StaleBufferError: If the lease was released, or the allocator was cleared.
+    ///     StaleError: If the lease was released, or the allocator was cleared.
     fn restore(&self, py: Python<'_>, row: &Bound<'_, PyAny>) -> PyResult<()> {
         let row = args::int(row)?;
         Ok(self.lease.restore(row, self.stream(py)?)?)

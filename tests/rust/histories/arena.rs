@@ -88,7 +88,7 @@ impl Arena {
             .collect();
         let shape = Dims::new(&shape).expect("two dimensions");
         let is_zero = source.flip();
-        let bytes = shape.bytes(dtype).map_err(|_| ErrorKind::Config.into());
+        let bytes = shape.bytes(dtype).map_err(|_| ErrorKind::Argument.into());
         let place = bytes.and_then(|bytes| self.place(bytes).ok_or(ErrorKind::WorkspaceExhausted.into()));
         let answer = if is_zero {
             self.workspace.zeros(shape, dtype, STREAM)

@@ -98,7 +98,7 @@ fn step(source: &mut Source<'_>, pool: &BufferPool, model: &mut Model) {
             let is_new = match pool.register_existing(&all, keep, false) {
                 Ok(is_new) => is_new,
                 // With a driver: other memory in the same page is page-locked.
-                Err(failure) => return assert_eq!(failure.kind(), ErrorKind::Config, "{failure}"),
+                Err(failure) => return assert_eq!(failure.kind(), ErrorKind::Argument, "{failure}"),
             };
             assert_eq!(registered() - before, if is_new { live.capacity } else { 0 });
             assert!(!pool.register_existing(&all, None, false).expect("host memory"));
@@ -121,7 +121,7 @@ fn bytes(source: &mut Source<'_>) -> usize {
 
 /// Checks that buffers have a bucket, and that the model's host can allocate them.
 fn possible(pool: &BufferPool, sizes: &[usize]) -> Verdict {
-    ensure(sizes.iter().all(|&bytes| pool.config().rounding.bucket(bytes).is_ok()), ErrorKind::Config)?;
+    ensure(sizes.iter().all(|&bytes| pool.config().rounding.bucket(bytes).is_ok()), ErrorKind::Argument)?;
     ensure(sizes.iter().all(|&bytes| bytes < 1 << 40), ErrorKind::OutOfMemory)
 }
 
@@ -222,7 +222,7 @@ fn check(pool: &BufferPool, model: &mut Model) {
     model.stale.drain(..excess);
     for &handle in &model.stale {
         let error = pool.release(handle).expect_err("it was given back");
-        assert_eq!(error.kind(), ErrorKind::StaleBuffer);
+        assert_eq!(error.kind(), ErrorKind::Stale);
     }
     model.stale_uses += model.stale.len();
     assert_eq!(stat("stale_uses"), model.stale_uses);

@@ -58,7 +58,7 @@ fn step(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model) {
         _ if model.given.is_empty() => (),
         4..=6 => {
             let (handle, references) = &mut model.given[at];
-            agree(pool.retain(*handle), &ensure(*references > 0, ErrorKind::StaleBuffer));
+            agree(pool.retain(*handle), &ensure(*references > 0, ErrorKind::Stale));
             *references += u32::from(*references > 0);
         }
         7..=11 => give_up(source, pool, model, at),
@@ -139,8 +139,8 @@ fn copy(source: &mut Source<'_>, pool: &ChunkPool, model: &mut Model, at: usize)
     let on_top =
         direction == Direction::Unpack && ((rows > 1 && strides[0] == 0) || (columns > 1 && strides[1] == 0));
     let right = ensure(dtype == pool.config().dtype, ErrorKind::Type)
-        .and_then(|()| ensure(references > 0, ErrorKind::StaleBuffer))
-        .and_then(|()| ensure(fits && !on_top, ErrorKind::Config));
+        .and_then(|()| ensure(references > 0, ErrorKind::Stale))
+        .and_then(|()| ensure(fits && !on_top, ErrorKind::Argument));
     let mut expected = filled;
     if agree(pool.copy(handle, &tensor, direction, STREAM), &right).is_some() {
         let chunk = &mut model.bytes[size(handle.index().number())];
@@ -172,7 +172,7 @@ fn check(pool: &ChunkPool, model: &Model) {
     let element = pool.config().dtype.size();
     for &(handle, references) in &model.given {
         assert_eq!(pool.references(handle), references);
-        let view = agree(pool.tensor(handle, None), &ensure(references > 0, ErrorKind::StaleBuffer));
+        let view = agree(pool.tensor(handle, None), &ensure(references > 0, ErrorKind::Stale));
         if let Some(view) = view {
             assert_eq!(bytes_of(&view), model.bytes[size(handle.index().number())]);
         }
@@ -180,10 +180,10 @@ fn check(pool: &ChunkPool, model: &Model) {
     if let Some(&(handle, _)) = model.given.iter().find(|(_, references)| *references > 0) {
         for elements in [0, 1, pool.chunk_bytes() / element, pool.chunk_bytes() / element + 1] {
             let view = pool.tensor(handle, Some(dims(&[elements])));
-            agree(view, &ensure(elements * element <= pool.chunk_bytes(), ErrorKind::Config));
+            agree(view, &ensure(elements * element <= pool.chunk_bytes(), ErrorKind::Argument));
         }
         for shape in [&[-1][..], &[int(1 << 62), 4]] {
-            refused(pool.tensor(handle, Some(Dims::new(shape).expect("few"))), ErrorKind::Config);
+            refused(pool.tensor(handle, Some(Dims::new(shape).expect("few"))), ErrorKind::Argument);
         }
     }
 }

@@ -122,7 +122,7 @@ impl IncomingTensor {
             strides: stride_list,
             tensor,
             is_honest: is_shape && is_small,
-            readable: ensure(is_readable, ErrorKind::Config),
+            readable: ensure(is_readable, ErrorKind::Argument),
         };
         if source.rarely(3) {
             sent.spoil(source);
@@ -132,7 +132,7 @@ impl IncomingTensor {
 
     /// Is readable only if `is_right`.
     fn require(&mut self, is_right: bool) {
-        self.readable = self.readable.and(ensure(is_right, ErrorKind::Config));
+        self.readable = self.readable.and(ensure(is_right, ErrorKind::Argument));
     }
 
     /// Makes the tensor one that a producer should not send, but can.

@@ -67,7 +67,7 @@ fn step(source: &mut Source<'_>, pool: &GdnPool, model: &mut Model) {
                 src.iter().map(|_| source.index(slots)).collect()
             };
             let [from, to] = [&src, &dst].map(|given| Indices::Host(source.index_vec(given)));
-            let known = ensure(src.len() == dst.len(), ErrorKind::Config)
+            let known = ensure(src.len() == dst.len(), ErrorKind::Argument)
                 .and_then(|()| Ok((places(&dst, slots)?, places(&src, slots)?)));
             agree(pool.copy_states(&from, &to, STREAM), &known);
             let Ok((dst, src)) = known else { return };

@@ -342,7 +342,9 @@ impl Hybrid {
         loop {
             let Ok(Step { actions, result, added }) = step else {
                 let again = self.tree.advance(&name, &tokens.as_slice(), &row.as_slice());
-                refused(again, ErrorKind::Config);
+                // It has failed, or a node that it goes on from is gone.
+                let kind = again.expect_err("the insertion cannot go on").kind();
+                assert!(matches!(kind, ErrorKind::State | ErrorKind::Stale), "{kind:?}");
                 for act in self.tree.end_insertion() {
                     self.act(act, going);
                 }
@@ -374,7 +376,7 @@ impl Hybrid {
                 self.evict_reached(reached.expect("an action of the step names its node"), going);
             }
             let again = self.tree.begin(&name, &tokens.as_slice(), &row.as_slice(), insert.clone());
-            refused(again, ErrorKind::Config);
+            refused(again, ErrorKind::State);
             step = self.tree.advance(&name, &tokens.as_slice(), &row.as_slice());
         }
     }
@@ -417,7 +419,7 @@ impl Hybrid {
         }
         let mut set =
             |digests: &[PageDigest]| self.tree.set_hashes(node, added.start, digests).expect("a node");
-        refused(set(&digests[1..]), ErrorKind::Config);
+        refused(set(&digests[1..]), ErrorKind::Argument);
         set(&digests).expect("one for each page");
     }
 
@@ -709,7 +711,7 @@ impl Hybrid {
         let (windows, state) = (self.new_slots(own.len()), self.new_slots(1));
         let mut set = |part, value: &[EngineSlot], is_right| {
             let answer = self.tree.set_value(node, part, value.to_vec()).expect("a node");
-            agree(answer, &ensure(is_right, ErrorKind::Config));
+            agree(answer, &ensure(is_right, ErrorKind::Argument));
         };
         set(Part::Full, &own, false);
         set(Part::Window, &[&windows[..], &state].concat(), false);
@@ -745,9 +747,9 @@ impl Hybrid {
         let mut attach = |begin, windows: &[EngineSlot]| {
             self.tree.attach_window(&namespace(name), &prefix.as_slice(), begin, windows)
         };
-        refused(attach(cached, &windows), ErrorKind::Config);
+        refused(attach(cached, &windows), ErrorKind::Argument);
         let is_whole = gap.start.is_multiple_of(page_size) && gap.len().is_multiple_of(page_size);
-        let expected = ensure(self.config.window.is_some() && is_whole, ErrorKind::Config);
+        let expected = ensure(self.config.window.is_some() && is_whole, ErrorKind::Argument);
         if agree(attach(gap.start, &windows), &expected).is_some() {
             let slots = self.slots_of(name, &prefix[..gap.end]);
             self.windows.extend(slots[gap.start..].iter().copied().zip(windows));
@@ -757,11 +759,11 @@ impl Hybrid {
     /// Calls that must be refused, and change nothing.
     fn misuse(&mut self) {
         let (name, keys, slots) = (Namespace::Unnamed, [0_i64; 4], [EngineSlot::new(0); 4]);
-        refused(self.tree.advance(&name, &keys.as_slice(), &slots.as_slice()), ErrorKind::Config);
+        refused(self.tree.advance(&name, &keys.as_slice(), &slots.as_slice()), ErrorKind::State);
         assert!(self.tree.end_insertion().is_empty());
         if self.config.state.is_some() {
             let answer = self.tree.begin(&name, &keys.as_slice(), &slots.as_slice(), Insert::default());
-            refused(answer, ErrorKind::Config);
+            refused(answer, ErrorKind::Argument);
         }
         for part in Part::ALL.into_iter().filter(|&part| !self.evicting[part as usize]) {
             assert_eq!(self.tree.next_victim(part, 0), None);

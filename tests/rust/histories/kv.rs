@@ -160,7 +160,7 @@ fn store(source: &mut Source<'_>, pool: &KvPool, model: &mut Model) {
         values.rows(indices.len(), of_values, dtype.size()),
     ];
     let expected = has_layer(pool, layer)
-        .and_then(|()| ensure(scale.is_none() && read.iter().all(Option::is_some), ErrorKind::Config))
+        .and_then(|()| ensure(scale.is_none() && read.iter().all(Option::is_some), ErrorKind::Argument))
         .and_then(|()| beyond.map_or(Ok(()), |&row| Err(Refusal::at(ErrorKind::Index, row))));
     if agree(answer, &expected).is_some() {
         for (target, read) in model.rows[layer].iter_mut().zip(read) {
@@ -183,7 +183,7 @@ fn move_rows(source: &mut Source<'_>, pool: &KvPool, model: &mut Model) {
         src.iter().map(|_| source.index(rows)).collect()
     };
     let [to, from] = [&dst, &src].map(|given| Indices::Host(source.index_vec(given)));
-    let known = ensure(dst.len() == src.len(), ErrorKind::Config)
+    let known = ensure(dst.len() == src.len(), ErrorKind::Argument)
         .and_then(|()| Ok((places(&dst, rows)?, places(&src, rows)?)));
     agree(pool.move_kv(&to, &from, STREAM), &known);
     for buffer in model.rows.iter_mut().flatten() {
@@ -214,7 +214,7 @@ fn gather(source: &mut Source<'_>, pool: &KvPool, model: &Model) {
     let [keys, values] = &outs;
     let out = [keys, values]
         .map(|(region, shape)| region.borrow(0, dtype, *shape, contiguous_strides(shape)).expect("inside"));
-    let is_long_enough = ensure(!is_short, ErrorKind::Config);
+    let is_long_enough = ensure(!is_short, ErrorKind::Argument);
     let answer = pool.gather_kv_into(layer, &given, &out, STREAM);
     let is_right =
         agree(answer, &expected.as_ref().map_err(|refusal| *refusal).and(is_long_enough)).is_some();

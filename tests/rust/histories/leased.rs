@@ -171,7 +171,7 @@ impl Requests {
         let batch =
             Batch { rows: &rows, prefix_lens: &prefix_lens, seq_lens: &lens[1..], prefixes: &prefixes };
         let planned = self.planner.extend(batch, STREAM);
-        let Some(Some(plan)) = agree(planned, &ensure(!wrong, ErrorKind::Config)) else {
+        let Some(Some(plan)) = agree(planned, &ensure(!wrong, ErrorKind::Argument)) else {
             // The lease is as it was.
             assert!(
                 lease.is_none_or(|lease| lease.row().is_none() && lease.len().expect("a lease") == prefix)
@@ -284,7 +284,7 @@ impl Requests {
         let much = vec![0; tokens.len() - published.length + 1];
         let publication = Publication { tokens: &much.as_slice(), slots: None, state: None };
         // The request has fewer tokens.
-        refused(lease.publish(&publication, STREAM), ErrorKind::Config);
+        refused(lease.publish(&publication, STREAM), ErrorKind::State);
     }
 
     fn finish(&mut self, source: &mut Source<'_>) {
@@ -301,7 +301,7 @@ impl Requests {
         assert!(finished.pages <= tokens.len().div_ceil(self.page_size) && finished.bad.dropped() == 0);
         // Finishing ends the lease.
         if let Some(lease) = lease {
-            refused(lease.len(), ErrorKind::StaleBuffer);
+            refused(lease.len(), ErrorKind::Stale);
         }
         match fence {
             Some((fence, _)) => self.wait(fence, &cuts, pages),
@@ -332,7 +332,7 @@ impl Requests {
         if len == 0 {
             // It ends the lease.
             if let Some(ended) = lease.take() {
-                refused(ended.len(), ErrorKind::StaleBuffer);
+                refused(ended.len(), ErrorKind::Stale);
             }
         } else if let Some(lease) = lease {
             assert_eq!(lease.len().expect("a lease"), *leased);

@@ -323,7 +323,7 @@ impl Nodes {
     fn record_gone(&mut self, done: &EvictedNodes) {
         for node in &done.removed_nodes {
             assert!(self.gone.insert(*node), "{node:?} is gone twice");
-            refused(self.tree.slots(*node, 0, STREAM), ErrorKind::StaleBuffer);
+            refused(self.tree.slots(*node, 0, STREAM), ErrorKind::Stale);
         }
         let slots: BTreeSet<i32> = done.slots.iter().copied().collect();
         assert_eq!(slots.len(), done.slots.len());
@@ -359,8 +359,8 @@ impl Nodes {
     /// Calls that must be refused, and change nothing.
     fn misuse(&self, source: &mut Source<'_>) {
         let name = Namespace::Unnamed;
-        refused(self.tree.insert(&name, &[5_i32, 6].as_slice(), &wide(&[1]), STREAM), ErrorKind::Config);
-        refused(self.tree.find(&name, &[-1_i32].as_slice(), 9, STREAM), Refusal::at(ErrorKind::Config, -1));
+        refused(self.tree.insert(&name, &[5_i32, 6].as_slice(), &wide(&[1]), STREAM), ErrorKind::Argument);
+        refused(self.tree.find(&name, &[-1_i32].as_slice(), 9, STREAM), Refusal::at(ErrorKind::Argument, -1));
 
         if let Some(page) = self.pages.values().next() {
             // Tokens that no prefix has, with slots that are cached.
@@ -374,11 +374,11 @@ impl Nodes {
             refused(answer, Refusal::at(ErrorKind::IndexOwnership, i64::from(*own)));
         }
         if let Some(node) = self.gone.iter().nth(source.below(self.gone.len().max(1))) {
-            refused(self.tree.lock(*node, STREAM), ErrorKind::StaleBuffer);
-            refused(self.tree.unlock(*node, STREAM), ErrorKind::StaleBuffer);
-            refused(self.tree.info(*node, STREAM), ErrorKind::StaleBuffer);
+            refused(self.tree.lock(*node, STREAM), ErrorKind::Stale);
+            refused(self.tree.unlock(*node, STREAM), ErrorKind::Stale);
+            refused(self.tree.info(*node, STREAM), ErrorKind::Stale);
         }
-        refused(self.tree.lock(NodeHandle::new(u64::MAX >> 1), STREAM), ErrorKind::StaleBuffer);
+        refused(self.tree.lock(NodeHandle::new(u64::MAX >> 1), STREAM), ErrorKind::Stale);
     }
 
     fn check(&self) {

@@ -145,7 +145,7 @@ impl Planner {
         let batch = Batch { rows: &rows, prefix_lens: &prefix_lens, seq_lens, prefixes: &prefixes };
         let answer = self.batches.extend(batch, STREAM);
         let expected =
-            ensure(!is_cut, ErrorKind::Config).and_then(|()| self.model.grow(&wishes, wishes.len(), 0));
+            ensure(!is_cut, ErrorKind::Argument).and_then(|()| self.model.grow(&wishes, wishes.len(), 0));
         self.planned(answer, expected);
     }
 
@@ -172,7 +172,7 @@ impl Planner {
             cached: None,
         };
         let wishes: Vec<RequestedGrowth> = rows.iter().zip(&seq_lens).map(wish).collect();
-        let expected = ensure(width > 0, ErrorKind::Config)
+        let expected = ensure(width > 0, ErrorKind::Argument)
             .and_then(|()| self.model.padded(rows.len(), sizes.as_deref()))
             .and_then(|padded| self.model.grow(&wishes, padded, width));
         self.planned(answer, expected);
@@ -186,7 +186,7 @@ impl Planner {
         let (Some(plan), Some(step)) = (plan, step) else { return };
         if let Some(last) = self.last.replace(plan) {
             // Its arrays are overwritten.
-            refused(self.batches.field(&last, Field::SeqLens), ErrorKind::StaleBuffer);
+            refused(self.batches.field(&last, Field::SeqLens), ErrorKind::Stale);
         }
         assert_eq!((plan.batch_size, plan.padded_batch_size), (step.real, step.requests.len()));
         let lens = || step.requests.iter().map(|(_, prefix, seq)| seq - prefix);

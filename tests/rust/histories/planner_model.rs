@@ -68,7 +68,7 @@ impl Model {
         places(rows, self.limits.rows)?;
         for (at, row) in rows.iter().enumerate() {
             ensure(self.requests.contains_key(row), Refusal::at(ErrorKind::IndexOwnership, *row))?;
-            ensure(!rows[..at].contains(row), ErrorKind::Config)?;
+            ensure(!rows[..at].contains(row), ErrorKind::Argument)?;
         }
         Ok(())
     }
@@ -78,14 +78,14 @@ impl Model {
         let size = int(self.slots.page_size);
         let is_of_new = self.len(wish.row) == 0;
         let is_whole = int(cached.len()) == wish.prefix && wish.prefix % size == 0;
-        ensure(is_of_new && is_whole, ErrorKind::Config)?;
+        ensure(is_of_new && is_whole, ErrorKind::Argument)?;
         let mut pages = Vec::new();
         for slots in cached.chunks(self.slots.page_size) {
             let page = usize::try_from(slots[0]).ok().map(|slot| slot / self.slots.page_size);
             let page = page.filter(|page| self.slots.is_owned(*page));
             pages.push(page.ok_or(Refusal::at(ErrorKind::IndexOwnership, slots[0]))?);
             let is_in_order = slots.windows(2).all(|pair| pair[0].checked_add(1) == Some(pair[1]));
-            ensure(slots[0] % size == 0 && is_in_order, ErrorKind::Config)?;
+            ensure(slots[0] % size == 0 && is_in_order, ErrorKind::Argument)?;
         }
         Ok(pages)
     }
@@ -97,7 +97,7 @@ impl Model {
         padded: usize,
         padding: usize,
     ) -> Verdict<Option<Step>> {
-        ensure(padded <= self.limits.max_batch, ErrorKind::Config)?;
+        ensure(padded <= self.limits.max_batch, ErrorKind::Argument)?;
         self.name(&wishes.iter().map(|wish| wish.row).collect::<Vec<_>>())?;
         let page_size = self.slots.page_size;
         let (mut requests, mut cached_pages) = (Vec::new(), Vec::new());
@@ -105,13 +105,13 @@ impl Model {
         let mut are_open_owned = true;
         for wish in wishes {
             let is_growth = 0 <= wish.prefix && wish.prefix <= wish.seq && wish.seq <= i32::MAX.into();
-            ensure(is_growth, ErrorKind::Config)?;
+            ensure(is_growth, ErrorKind::Argument)?;
             let (prefix, seq) = (size(wish.prefix), size(wish.seq));
             let cached = wish.cached.as_deref().filter(|cached| !cached.is_empty());
             let has = self.len(wish.row);
             match cached {
                 None => {
-                    ensure(has == prefix, ErrorKind::Config)?;
+                    ensure(has == prefix, ErrorKind::Argument)?;
                     if prefix % page_size != 0 && seq > prefix {
                         let open = self.requests[&wish.row][prefix - 1] / page_size;
                         are_open_owned &= self.slots.is_owned(open);
@@ -131,7 +131,7 @@ impl Model {
             longest = longest.max(padding);
         }
         ensure(longest <= self.limits.columns, ErrorKind::Index)?;
-        ensure(tokens + missing * padding <= self.limits.max_tokens, ErrorKind::Config)?;
+        ensure(tokens + missing * padding <= self.limits.max_tokens, ErrorKind::Argument)?;
         let Some(taken) = self.slots.take(needed) else { return Ok(None) };
         self.slots.join(&cached_pages.concat());
         let mut taken = taken.into_iter();
@@ -156,8 +156,8 @@ impl Model {
     /// The padded size of a batch of `count`.
     pub(super) fn padded(&self, count: usize, sizes: Option<&[usize]>) -> Verdict<usize> {
         let Some(sizes) = sizes else { return Ok(count) };
-        let padded = sizes.iter().copied().filter(|size| *size >= count).min().ok_or(ErrorKind::Config)?;
-        ensure(padded == count || self.limits.padding_row, ErrorKind::Config)?;
+        let padded = sizes.iter().copied().filter(|size| *size >= count).min().ok_or(ErrorKind::Argument)?;
+        ensure(padded == count || self.limits.padding_row, ErrorKind::Argument)?;
         Ok(padded)
     }
 
@@ -168,11 +168,12 @@ impl Model {
         lens: &[i64],
         fence: Option<usize>,
     ) -> Verdict<(usize, usize)> {
-        ensure(rows.len() == lens.len(), ErrorKind::Config)?;
+        ensure(rows.len() == lens.len(), ErrorKind::Argument)?;
         self.name(rows)?;
         for (&row, &len) in rows.iter().zip(lens) {
             let slots = &self.requests[&row];
-            let len = usize::try_from(len).ok().filter(|len| *len <= slots.len()).ok_or(ErrorKind::Config)?;
+            let len =
+                usize::try_from(len).ok().filter(|len| *len <= slots.len()).ok_or(ErrorKind::Argument)?;
             let page_size = self.slots.page_size;
             let is_within = len < slots.len() && len % page_size != 0;
             let is_read = is_within && self.slots.is_shared(slots[len] / page_size);
@@ -191,7 +192,7 @@ impl Model {
     ) -> Verdict<(usize, usize)> {
         self.name(rows)?;
         let has: Vec<i64> = rows.iter().map(|&row| int(self.len(row))).collect();
-        ensure(lens.is_none_or(|lens| lens == has), ErrorKind::Config)?;
+        ensure(lens.is_none_or(|lens| lens == has), ErrorKind::Argument)?;
         let done = self.cut(rows, &vec![0; rows.len()], fence);
         self.requests.retain(|row, _| !rows.contains(row));
         Ok(done)
@@ -226,8 +227,8 @@ impl Model {
     /// Shares the first tokens of a request with another; returns the slots to copy to and from.
     pub(super) fn fork(&mut self, src: i64, dst: i64, len: i64) -> Verdict<Option<[Vec<usize>; 2]>> {
         self.name(&[src, dst])?;
-        let len = usize::try_from(len).ok().filter(|len| *len <= self.len(src)).ok_or(ErrorKind::Config)?;
-        ensure(self.len(dst) == 0, ErrorKind::Config)?;
+        let len = usize::try_from(len).ok().filter(|len| *len <= self.len(src)).ok_or(ErrorKind::Argument)?;
+        ensure(self.len(dst) == 0, ErrorKind::Argument)?;
         let page_size = self.slots.page_size;
         let pages = self.pages(src)[..len.div_ceil(page_size)].to_vec();
         ensure(pages.iter().all(|page| self.slots.is_owned(*page)), ErrorKind::IndexOwnership)?;

@@ -492,7 +492,7 @@ impl Prefixes {
         }
         let HeldLease { lease, end, .. } = &self.held[source.below(self.held.len())];
         let is_right = self.states.is_some() && (end.1.is_empty() || self.snapshots.contains_key(end));
-        let expected = ensure(is_right, ErrorKind::Config);
+        let expected = ensure(is_right, ErrorKind::State);
         let of_no_slot: Verdict = expected.and(Err(Refusal::at(ErrorKind::Index, 9)));
         agree(lease.restore(9, STREAM), &of_no_slot);
         // The slot of padding, and the first track slot.
@@ -521,7 +521,7 @@ impl Prefixes {
             held.lease.release(STREAM);
             held.lease.release(STREAM);
             // A released lease holds nothing.
-            refused(held.lease.len(), ErrorKind::StaleBuffer);
+            refused(held.lease.len(), ErrorKind::Stale);
         }
         drop(held);
         self.drop_detached();
@@ -619,12 +619,12 @@ impl Prefixes {
         let publish = |publication: &Publication<'_>| held.lease.publish(publication, STREAM);
         refused(publish(&publication), Refusal::at(ErrorKind::IndexOwnership, listed[0]));
         let few: &[i32] = &more[1..];
-        refused(publish(&Publication { tokens: &few, ..publication }), ErrorKind::Config);
+        refused(publish(&Publication { tokens: &few, ..publication }), ErrorKind::Argument);
         let negative = vec![-1; more.len()];
         let of_no_page = ensure(page != [-1], ErrorKind::IndexOwnership);
-        let of_no_token: Verdict = of_no_page.and(Err(Refusal::at(ErrorKind::Config, -1)));
+        let of_no_token: Verdict = of_no_page.and(Err(Refusal::at(ErrorKind::Argument, -1)));
         agree(publish(&Publication { tokens: &negative.as_slice(), ..publication }), &of_no_token);
-        refused(publish(&Publication { slots: None, ..publication }), ErrorKind::Config);
+        refused(publish(&Publication { slots: None, ..publication }), ErrorKind::Argument);
         if self.page_size > 1 {
             // Not at its place in a page.
             listed.reverse();
@@ -635,13 +635,13 @@ impl Prefixes {
         if self.states.is_none() {
             let (tokens, none): (&[i32], _) = (&[], IndexVec::I64(Vec::new()));
             let publication = Publication { tokens: &tokens, slots: Some(&none), state: Some(1) };
-            refused(publish(&publication), ErrorKind::Config);
+            refused(publish(&publication), ErrorKind::State);
         }
         let (name, negative) = (Namespace::Unnamed, negative.as_slice());
-        let of_no_token = Refusal::at(ErrorKind::Config, -1);
+        let of_no_token = Refusal::at(ErrorKind::Argument, -1);
         refused(self.cache.match_prefix(&name, &negative, 9, STREAM), of_no_token);
         refused(self.cache.explain(&name, &negative, STREAM), of_no_token);
-        refused(self.cache.pin(&held.lease, Some(Duration::MAX), 0, STREAM), ErrorKind::Config);
+        refused(self.cache.pin(&held.lease, Some(Duration::MAX), 0, STREAM), ErrorKind::Argument);
     }
 
     fn pin(&mut self, source: &mut Source<'_>) {
@@ -656,8 +656,8 @@ impl Prefixes {
         let capacity = u32::try_from(self.allocator.stats().capacity).expect("small");
         let is_few = f64::from(u32::try_from(pinned.count() * self.page_size).expect("small"))
             <= (f64::from(capacity) * self.max_pinned).floor();
-        let is_right = is_few && self.current[*name] == end.0;
-        let expected = ensure(is_right, ErrorKind::Config);
+        let is_current = ensure(self.current[*name] == end.0, ErrorKind::Stale);
+        let expected = is_current.and(ensure(is_few, ErrorKind::State));
         let answer = agree(self.cache.pin(lease, time, priority, STREAM), &expected);
         match time.filter(|_| answer.is_some()) {
             Some(time) => {
@@ -682,7 +682,7 @@ impl Prefixes {
         self.allocator.clear(STREAM);
         for held in self.held.drain(..) {
             // Its slots are gone.
-            refused(held.lease.len(), ErrorKind::StaleBuffer);
+            refused(held.lease.len(), ErrorKind::Stale);
         }
         self.cached.clear();
         self.pinned.clear();

@@ -47,7 +47,7 @@ impl Model {
         let start = usize::try_from(start).map_err(|_| ErrorKind::Index)?;
         let end = end.map_or(Ok(self.columns), usize::try_from).map_err(|_| ErrorKind::Index)?;
         ensure(end <= self.columns, ErrorKind::Index)?;
-        ensure(start <= end, ErrorKind::Config)?;
+        ensure(start <= end, ErrorKind::Argument)?;
         Ok((row, start, end))
     }
 
@@ -58,9 +58,9 @@ impl Model {
     /// Writes to places, or does nothing when one is outside or the number of values differs.
     fn write(&mut self, places: Verdict<Vec<(usize, usize)>>, values: &[i64]) -> Verdict {
         let values: Option<Vec<i32>> = values.iter().map(|&value| i32::try_from(value).ok()).collect();
-        let values = values.ok_or(ErrorKind::Config)?;
+        let values = values.ok_or(ErrorKind::Argument)?;
         let places = places?;
-        ensure(values.len() == places.len() || values.len() == 1, ErrorKind::Config)?;
+        ensure(values.len() == places.len() || values.len() == 1, ErrorKind::Argument)?;
         for (at, (row, column)) in places.into_iter().enumerate() {
             self.table[row][column] = values[if values.len() == 1 { 0 } else { at }];
         }
@@ -163,7 +163,7 @@ impl Rows {
             (source.indices(4, self.model.table.len()), source.indices(4, self.model.columns));
         let values = values(source, rows.len());
         let model = &self.model;
-        let places = ensure(rows.len() == columns.len(), ErrorKind::Config).and_then(|()| {
+        let places = ensure(rows.len() == columns.len(), ErrorKind::Argument).and_then(|()| {
             let (rows, columns) = (places(&rows, model.table.len())?, places(&columns, model.columns)?);
             Ok(rows.into_iter().zip(columns).collect())
         });
@@ -218,7 +218,7 @@ impl Rows {
             Ok((row, begin..end))
         });
         let parts: Verdict<Vec<_>> = parts.collect();
-        let parts = ensure(ends.len() == rows.len() + 1, ErrorKind::Config).and(parts);
+        let parts = ensure(ends.len() == rows.len() + 1, ErrorKind::Argument).and(parts);
         // Any of the invalid rows and parts may be named.
         let parts = parts.map_err(|refusal| refusal.kind.into());
         agree(answer, &parts);

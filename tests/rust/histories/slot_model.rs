@@ -181,7 +181,7 @@ impl SlotModel {
         let (mut continued, mut tokens, mut pages) = (Vec::new(), 0, 0);
         let mut requests = Vec::new();
         for &(prefix, seq, _) in batch {
-            ensure(0 <= prefix && prefix <= seq && seq <= i32::MAX.into(), ErrorKind::Config)?;
+            ensure(0 <= prefix && prefix <= seq && seq <= i32::MAX.into(), ErrorKind::Argument)?;
             let [prefix, seq] = [prefix, seq].map(|len| usize::try_from(len).expect("not negative"));
             tokens += seq - prefix;
             pages += seq.div_ceil(size) - prefix.div_ceil(size);
@@ -192,7 +192,7 @@ impl SlotModel {
                 let next = last.checked_add(1).filter(|next| (0..=i32::MAX.into()).contains(next));
                 let next = usize::try_from(next.unwrap_or(0)).expect("not negative");
                 let page = next / size;
-                ensure(next % size == prefix % size, ErrorKind::Config)?;
+                ensure(next % size == prefix % size, ErrorKind::Argument)?;
                 let is_its_own = self.is_owned(page) && !continued.contains(&page);
                 ensure(is_its_own, Refusal::at(ErrorKind::IndexOwnership, last))?;
                 continued.push(page);

@@ -222,7 +222,7 @@ impl Slots {
 
     fn end_group(&mut self) {
         match &mut self.group {
-            None => refused(self.pool.free_group_end(STREAM), ErrorKind::Config),
+            None => refused(self.pool.free_group_end(STREAM), ErrorKind::State),
             Some(group) if group.nested > 0 => {
                 group.nested -= 1;
                 assert_eq!(self.pool.free_group_end(STREAM).expect("a group").0, 0);

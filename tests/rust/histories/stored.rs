@@ -244,10 +244,12 @@ fn step(source: &mut Source<'_>, world: &mut World) {
                 world.model.touch(&numbers);
             }
         }
-        8..=9 => {
+        of @ 8..=9 => {
             let leading = numbers.iter().take_while(|&&number| world.model.find(number).is_some()).count();
-            assert_eq!(world.store().exists(&keys(&numbers)).expect("open"), leading);
-            if !numbers.is_empty() {
+            let (store, keys, is_use) = (world.store(), keys(&numbers), of == 8);
+            let found = if is_use { store.look_up(&keys) } else { store.exists(&keys) };
+            assert_eq!(found.expect("open"), leading);
+            if is_use && !numbers.is_empty() {
                 world.model.touch(&numbers[..leading]);
             }
         }

@@ -428,7 +428,7 @@ impl World {
             }
             Err(error) => {
                 // The call fails while it loads, and only then.
-                assert!(load.is_some() && error.kind() == ErrorKind::Config, "{error}");
+                assert!(load.is_some() && error.kind() == ErrorKind::State, "{error}");
                 self.free(&slots);
             }
         }

@@ -17,6 +17,7 @@ import zmq
 from kvpool._addresses import check_endpoint
 from kvpool._closing import Closing
 from kvpool._limits import MAX_INT, MAX_OPTION_BYTES, check_ints
+from kvpool.errors import StateError
 from kvpool.integrations.kv_events.guard import Guard, guard
 from kvpool.integrations.kv_events.messages import EventBatch, batches, encode
 from kvpool.integrations.kv_events.sockets import bind, connect, curve_options, open_socket
@@ -186,7 +187,7 @@ class EventPublisher(Closing):
             The number of batches.
 
         Raises:
-            RuntimeError: If the publisher is closed, or belongs to the process that this one was forked from.
+            StateError: If the publisher is closed, or belongs to the process that this one was forked from.
         """
         with self._lock:
             self._check_open()
@@ -242,7 +243,7 @@ class EventPublisher(Closing):
         Batches that were not sent yet are lost. Further calls do nothing.
 
         Raises:
-            RuntimeError: If the publisher belongs to the process that this one was forked from.
+            StateError: If the publisher belongs to the process that this one was forked from.
         """
         self._check_process()
         with self._lock:
@@ -251,14 +252,14 @@ class EventPublisher(Closing):
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
-            raise RuntimeError(
+            raise StateError(
                 f"the publisher belongs to process {self._process}, from which this one was forked"
             )
 
     def _check_open(self) -> None:
         self._check_process()
         if self._closed:
-            raise RuntimeError("the publisher is closed")
+            raise StateError("the publisher is closed")
 
 
 class _Buffer:

@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvpool._addresses import check_endpoint
 from kvpool._closing import Closing
 from kvpool._limits import MAX_OPTION_BYTES, MAX_S, MIN_S, check_ints, check_seconds
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, StateError
 from kvpool.integrations.kv_events.feed import Feed
 from kvpool.integrations.kv_events.messages import MAX_BYTES
 from kvpool.integrations.kv_events.publisher import END, SEQUENCE_BYTES
@@ -95,7 +95,7 @@ class EventSubscriber(Closing):
 
         Raises:
             ConfigError: If the worker is connected already, or an endpoint is not valid.
-            RuntimeError: If the subscriber is closed.
+            StateError: If the subscriber is closed.
         """
         self._check_open()
         if worker in self._workers:
@@ -129,7 +129,7 @@ class EventSubscriber(Closing):
 
         Raises:
             ConfigError: If `timeout` is not in [0, 86400].
-            RuntimeError: If the subscriber is closed.
+            StateError: If the subscriber is closed.
         """
         self._check_open()
         check_seconds(0.0, MAX_S, timeout=timeout)
@@ -186,7 +186,7 @@ class EventSubscriber(Closing):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("the subscriber is closed")
+            raise StateError("the subscriber is closed")
 
 
 def _close(workers: dict[str, _Worker]) -> None:

@@ -20,7 +20,7 @@ from typing_extensions import Self, override
 
 from kvpool._closing import Closing
 from kvpool._kvpool import BatchPlanner, GDNPool
-from kvpool.errors import ConfigError, OutOfMemoryError, StaleBufferError
+from kvpool.errors import ConfigError, OutOfMemoryError, StaleError
 from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
 from kvpool.integrations.transformers import seams
 from kvpool.integrations.transformers.layout import (
@@ -145,7 +145,7 @@ class PooledCache(Cache, Closing):
 
     @override
     def close(self) -> None:
-        """Free all slots for good: a later write raises `StaleBufferError`. A second call does nothing."""
+        """Free all slots for good: a later write raises `StaleError`. A second call does nothing."""
         self._closer()
 
     @override
@@ -346,7 +346,7 @@ class _Batch:
     def start(self, n: int) -> None:
         """Take rows for the first tokens of `n` sequences; later, check that there still are `n`."""
         if self._closed:
-            raise StaleBufferError("the cache is closed")
+            raise StaleError("the cache is closed")
         if not self.rows:
             rows = self._alloc(n)
             if self._pools.gdn_pool is not None:
@@ -369,7 +369,7 @@ class _Batch:
         """Take the slots of `new` tokens for each of `n` sequences."""
         behind = sum(length != self.length for length in self.lengths)
         if behind:
-            raise StaleBufferError(
+            raise StaleError(
                 f"a forward pass has ended before {behind} of {len(self.lengths)} layers: reset() the cache"
             )
         self.start(n)
@@ -407,7 +407,7 @@ class _Batch:
             self.extend(n, new)
         plan = self._plan
         if plan is None or self.lengths[layer_id] + new != self.length:
-            raise StaleBufferError(
+            raise StaleError(
                 f"a layer with {self.lengths[layer_id]} tokens gets {new} more, and another has "
                 f"{self.length}: reset() the cache"
             )

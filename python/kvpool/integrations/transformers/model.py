@@ -150,6 +150,6 @@ class PooledModel:
         Raises:
             ConfigError: If tokens and plan do not match, the model uses an attention option that is not
                 supported, or its attention is no longer "kvpool".
-            StaleBufferError: If the planner has made another plan since.
+            StaleError: If the planner has made another plan since.
         """
         return self._runner.forward(token_ids, plan, wait_layer)

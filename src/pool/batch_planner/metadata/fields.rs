@@ -71,7 +71,7 @@ impl PlanMetadata {
             return Ok(());
         }
         Err(Error::new(
-            ErrorKind::StaleBuffer,
+            ErrorKind::Stale,
             format!(
                 "plan {} is not the last any more: its arrays were overwritten by plan {}, or its requests have \
                  changed; take them before",

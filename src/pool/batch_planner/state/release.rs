@@ -69,7 +69,7 @@ impl PlannerState {
                 // The caller may not know yet that the allocator was cleared.
                 let is_cleared = has == 0 && self.requests.cleared(row) > 0;
                 if i64::from(has) != len && !is_cleared {
-                    return Err(Error::config(format!(
+                    return Err(Error::argument(format!(
                         "request row {row} at position {position} has {has} tokens with slots, not {len}"
                     )));
                 }

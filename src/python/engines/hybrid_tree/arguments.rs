@@ -23,7 +23,7 @@ pub(super) fn not_locked_error(error: NotLocked) -> PyErr {
 
 pub(super) fn part_of(number: usize) -> PyResult<Part> {
     Part::ALL.get(number).copied().ok_or_else(|| {
-        Error::config(format!("part {number} must be 0 (full), 1 (window) or 2 (state)")).into()
+        Error::argument(format!("part {number} must be 0 (full), 1 (window) or 2 (state)")).into()
     })
 }
 
@@ -33,7 +33,7 @@ pub(super) fn handle_of(number: u64) -> NodeHandle {
 }
 
 pub(super) fn no_eviction_error(part: usize) -> PyErr {
-    Error::config(format!("no eviction of part {part} has begun")).into()
+    Error::state(format!("no eviction of part {part} has begun")).into()
 }
 
 pub(super) fn skipped_of(parts: &[usize]) -> PyResult<SkippedParts> {
