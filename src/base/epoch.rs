@@ -2,8 +2,8 @@
 
 /// A period between two clears: what was taken in one is worth nothing in the next.
 ///
-/// Whoever keeps indices of an allocator keeps the epoch in which they were taken, and compares it before it
-/// uses them.
+/// Whoever keeps indices of an allocator keeps the epoch in which they were taken. The allocator's contents are
+/// reached with it, and not at all when it is over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Epoch(u64);
 

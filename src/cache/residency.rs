@@ -2,7 +2,7 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use crate::base::{Id, KeyMap, id, widen};
+use crate::base::{Epoch, Id, KeyMap, id, widen};
 
 use super::{Namespace, PageHash, RecencyList};
 
@@ -109,7 +109,7 @@ pub struct Residency<P> {
     order: [RecencyList<EntryId>; 2],
     ready: usize,
     departed: usize,
-    clears: u64,
+    epoch: Epoch,
 }
 
 impl<P> Default for Residency<P> {
@@ -121,7 +121,7 @@ impl<P> Default for Residency<P> {
             order: Default::default(),
             ready: 0,
             departed: 0,
-            clears: 0,
+            epoch: Epoch::default(),
         }
     }
 }
@@ -175,10 +175,10 @@ impl<P: Copy> Residency<P> {
         self.entry(entry).place
     }
 
-    /// Returns the number of calls of [`Self::clear`].
+    /// Returns the current epoch, which any [`Self::clear`] ends.
     #[must_use]
-    pub const fn clears(&self) -> u64 {
-        self.clears
+    pub const fn epoch(&self) -> Epoch {
+        self.epoch
     }
 
     /// Returns the number of places in use, including those of removed pages that are held.
@@ -355,9 +355,9 @@ impl<P: Copy> Residency<P> {
     }
 
     /// Removes the pages of a namespace, or all pages, so that they can no longer be found. Returns the keys
-    /// of those that could, and the places that nothing uses.
+    /// of those that could, and the places that nothing uses. A new epoch begins.
     pub fn clear(&mut self, namespace: Option<&Namespace>) -> (Vec<PageHash>, Vec<P>) {
-        self.clears += 1;
+        self.epoch = self.epoch.next();
         let name = namespace.map(NamespaceHash::from);
         let is_named = |entry: &Entry<P>| name.is_none_or(|name| name == entry.namespace);
         let entries: Vec<EntryId> =

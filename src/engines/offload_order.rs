@@ -6,7 +6,7 @@ use std::collections::BinaryHeap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::base::{KeyMap, widen};
+use crate::base::{Epoch, KeyMap, widen};
 
 /// The key of a chunk, of any length. Keys are compared in full.
 pub type OffloadKey = Arc<[u8]>;
@@ -26,16 +26,16 @@ struct OffloadRank {
 /// The rank that all chunks of an active request share, so that the batches of one request count as one use.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RequestRank {
-    /// The order that gave the rank, and how often it had been cleared.
-    of: Option<Epoch>,
+    /// The order that gave the rank, and when.
+    of: Option<OrderEpoch>,
     at: Option<u64>,
 }
 
 /// An order between two clears.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Epoch {
+struct OrderEpoch {
     order: u64,
-    clears: u64,
+    epoch: Epoch,
 }
 
 #[derive(Debug)]
@@ -81,7 +81,7 @@ pub struct OffloadOrder<P> {
     evictable: usize,
     last_rank: u64,
     evictions: u64,
-    owner: Epoch,
+    now: OrderEpoch,
 }
 
 impl<P> Default for OffloadOrder<P> {
@@ -95,7 +95,7 @@ impl<P> Default for OffloadOrder<P> {
             evictable: 0,
             last_rank: 0,
             evictions: 0,
-            owner: Epoch { order: ORDERS.fetch_add(1, Relaxed), clears: 0 },
+            now: OrderEpoch { order: ORDERS.fetch_add(1, Relaxed), epoch: Epoch::default() },
         }
     }
 }
@@ -150,13 +150,13 @@ impl<P> OffloadOrder<P> {
     /// Returns whether this order gave the rank, and has not been cleared since.
     #[must_use]
     pub fn issued(&self, rank: &RequestRank) -> bool {
-        rank.of == Some(self.owner)
+        rank.of == Some(self.now)
     }
 
     /// Creates the rank of a request. It gets its place in the order with the request's first use of a chunk.
     #[must_use]
     pub const fn rank_of_request(&self) -> RequestRank {
-        RequestRank { of: Some(self.owner), at: None }
+        RequestRank { of: Some(self.now), at: None }
     }
 
     /// Adds a chunk, which is not evictable yet. With a position it has the rank of the request; without one
@@ -266,8 +266,8 @@ impl<P> OffloadOrder<P> {
 
     /// Removes all chunks, and returns their values. The ranks of active requests become invalid.
     pub fn drain(&mut self) -> impl Iterator<Item = P> + use<P> {
-        let owner = Epoch { clears: self.owner.clears + 1, ..self.owner };
-        let earlier = std::mem::replace(self, Self { owner, ..Self::default() });
+        let now = OrderEpoch { epoch: self.now.epoch.next(), ..self.now };
+        let earlier = std::mem::replace(self, Self { now, ..Self::default() });
         earlier.entries.into_iter().flatten().map(|entry| entry.value)
     }
 

@@ -333,7 +333,7 @@ impl BatchPlanner {
         let mut retired = Vec::new();
         let taken = self.slots.alloc_with(stream, |slots| {
             let (mut state, mut table) = (self.state.lock(), self.table.lock());
-            state.enter(slots.epoch(), stream);
+            let slots = state.enter_slots(slots, stream);
             let taken = take(&mut state, Pools { slots, table: &mut table });
             retired.append(&mut state.leases.take_retired());
             taken
@@ -354,7 +354,7 @@ impl BatchPlanner {
         let mut leases = Vec::new();
         let given = self.slots.free_with(after, stream, |slots, fence| {
             let (mut state, mut table) = (self.state.lock(), self.table.lock());
-            state.enter(slots.epoch(), stream);
+            let slots = state.enter_slots(slots, stream);
             let release = Release { fence, leases: &mut leases, stream };
             give(&mut state, Pools { slots, table: &mut table }, release)
         });
@@ -386,7 +386,7 @@ impl BatchPlanner {
         }
         let abandoned = self.slots.freeing(self.slots.lock(), stream, |slots| {
             let (mut state, table) = (self.state.lock(), self.table.lock());
-            state.enter(slots.epoch(), stream);
+            let slots = state.enter_slots(slots, stream);
             state.give_back_abandoned(slots, &table)
         })?;
         // Pages that its user has freed are not lost.

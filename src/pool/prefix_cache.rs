@@ -37,10 +37,9 @@ use crate::memory::Stream;
 use super::contract::{Pool, Stats};
 use super::{GdnPool, HostTier, Reclaim, TokenToKvPoolAllocator};
 use cache_core::{CacheCall, CacheCore, CacheState, new_tree, resume_at};
-use fetch::{ClearCounts, FetchRequest};
+use fetch::{FetchRequest, TierEpochs};
 use home::CacheRef;
 use loading::Loadable;
-use pins::Pins;
 use tier_link::TierLink;
 
 pub use config::{LowerStore, LowerTier, PrefixCacheConfig, PrefixCounts};
@@ -132,15 +131,7 @@ impl PrefixCache {
         check_memory(0)?;
         let tree = new_tree(&config, &allocator, resume_at(states.as_ref()), below.as_ref());
         let epoch = allocator.lock().epoch();
-        let cache = CacheState {
-            tree,
-            counts: PrefixCounts::default(),
-            pins: Pins::default(),
-            ages: [0; AGE_BUCKETS],
-            epoch,
-            below,
-            loading_pages: 0,
-        };
+        let cache = CacheState::new(tree, epoch, below);
         let owner = Owner::Text(config.name.clone());
         let weak = Arc::downgrade(&allocator);
         let shared = Arc::new(CacheCore {
@@ -192,7 +183,7 @@ impl PrefixCache {
             Some(below) => below.loadable(&cache.tree, &hold, namespace, tokens, limit),
             None => Ok(Loadable::default()),
         };
-        let epoch = cache.epoch;
+        let epoch = cache.epoch();
         drop(cache);
         let lease = Lease::new(&self.shared, &self.allocator, hold, epoch, namespace.clone(), stream);
         lease.set_loadable(loadable?);
@@ -349,7 +340,7 @@ impl PrefixCache {
             namespace: namespace.clone(),
             tokens: tokens.to_vec(continuation.usable..continuation.usable + pages * page_size)?,
             continuation,
-            clears: ClearCounts::of_tier(&below.tier),
+            epochs: TierEpochs::of_tier(&below.tier),
             has_events: self.shared.config.events.is_some(),
         };
         Fetch::begin(backing, sought)

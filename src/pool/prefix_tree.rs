@@ -103,7 +103,7 @@ struct TreeState {
     tree: Tree,
     /// The root node, which is the end of the empty prefix.
     root: NodeHandle,
-    /// The number of times that the allocator had been cleared.
+    /// The epoch of the allocator in which the tree has its slots.
     epoch: Epoch,
     /// Nodes that were removed when the allocator was cleared, for the next report.
     unreported: Vec<NodeHandle>,
@@ -368,7 +368,7 @@ impl PrefixTree {
     /// Makes the tree the owner of `new` slots in place of the caller, and the caller that of `returned`
     /// ones.
     fn take(&self, slots: &AllocatorCall<'_>, epoch: Epoch, new: &[Page], returned: &[Page]) -> Result<()> {
-        let taken = slots.change(epoch, |slots| {
+        let taken = slots.change(epoch, |mut slots| {
             let returned_runs = try_collect(returned.iter().map(|&start| Run { start, len: 1 }))?;
             slots.slots_mut().retain(&returned_runs)?;
             if let Err(error) = slots.slots_mut().cache(new, &[], &self.owner) {
@@ -389,7 +389,7 @@ impl PrefixTree {
     /// `epoch` is over, and the allocator has them already.
     fn give_back(&self, slots: Option<&AllocatorCall<'_>>, epoch: Epoch, pages: &[Page]) -> Option<usize> {
         let Some(slots) = slots else { return Some(pages.len()) };
-        let freed = slots.change(epoch, |slots| {
+        let freed = slots.change(epoch, |mut slots| {
             let before = slots.slots().available();
             slots.slots_mut().release_cached(pages, None, &self.owner);
             Ok(slots.slots().available() - before)

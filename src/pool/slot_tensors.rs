@@ -7,15 +7,16 @@ mod source;
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::ops::Range;
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::{Arc, Weak};
 
 use crate::base::{
-    Device, Epoch, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, Life, PADDING, Page, Result,
-    Slot, try_collect, try_with_capacity, widen,
+    Device, Epoch, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot,
+    try_collect, try_with_capacity, widen,
 };
 use crate::index::{
-    CallRecord, Fit, Ledger, Ledgered, OnBadFree, Order, Owner, Run, SlotAllocator, SlotList, SlotStats,
+    CallRecord, Fit, Ledger, Ledgered, Moment, OnBadFree, Order, Owner, Run, SlotAllocator, SlotList,
+    SlotStats,
 };
 use crate::kernels::GrowingBatch;
 use crate::memory::{Backend, BorrowedTensor, Event, Keep, Stream};
@@ -220,9 +221,16 @@ impl SlotTensors {
         self.poisoned.iter().filter_map(Weak::upgrade).try_for_each(|kv| kv.poison(&slots, stream))
     }
 
-    /// Works like [`Self::slots`] for a planner, which makes its own tensors.
-    pub(super) const fn slots_mut(&mut self) -> &mut Ledgered<SlotAllocator> {
-        &mut self.slots
+    /// Returns the slots for a caller that holds some of them since `epoch`; `None` if that is over, and they
+    /// are free already.
+    #[inline]
+    pub(super) fn at(&mut self, epoch: Epoch) -> Option<SlotsAt<'_>> {
+        (self.epoch() == epoch).then_some(SlotsAt(self))
+    }
+
+    /// Adds an owner to slots: see [`SlotAllocator::share`].
+    pub(super) fn share(&mut self, given: &IndexVec) -> Result<()> {
+        self.slots.share(given)
     }
 
     /// Returns the device of the tensors.
@@ -286,28 +294,38 @@ impl SlotTensors {
     /// Records the tensor in which slots are handed out: `run` is the first one, if they ascend by one;
     /// `continues` says whether some are in pages of earlier tensors.
     fn list(&mut self, view: &mut TensorView, run: Option<Slot>, continues: bool) {
+        self.list_since(Ledgered::take_moment, view, run, continues);
+    }
+
+    /// Works like [`Self::list`], for slots that were taken at another moment.
+    fn list_since(
+        &mut self,
+        since: impl FnOnce(&mut Ledgered<SlotAllocator>) -> Moment,
+        view: &mut TensorView,
+        run: Option<Slot>,
+        continues: bool,
+    ) {
         let count = view.shape().numel();
-        if view.region().has_life() {
+        if view.region().has_life() || count == 0 {
             return;
         }
         let (address, size) = (view.address().addr(), view.dtype().size());
-        if let Some(life) = self.life_of(Listing { address, count, size, run, continues }) {
-            view.keep_life(life);
-        }
+        let listing = Listing { address, count, size, run, continues };
+        view.keep_life(self.grants.add(listing, since(&mut self.slots)));
     }
 
-    /// Records a tensor of slots that are handed out, and returns the life that it has to keep.
-    fn life_of(&mut self, listing: Listing) -> Option<Life> {
-        (listing.count > 0).then(|| self.grants.add(listing, self.slots.take_moment()))
-    }
-
-    /// Works like [`Self::list`], for a copy of the tensor in which slots were handed out.
+    /// Works like [`Self::list`], for a copy of the tensor in which slots were handed out in `epoch`.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host has no memory for the record.
-    pub(super) fn list_again(&mut self, view: &mut TensorView, continues: bool) -> Result<()> {
+    pub(super) fn list_again(&mut self, view: &mut TensorView, epoch: Epoch, continues: bool) -> Result<()> {
         self.grants.reserve()?;
-        self.list(view, None, continues);
+        let is_over = self.epoch() != epoch;
+        // What was taken before a clear counts as taken before every free.
+        let since = |slots: &mut Ledgered<SlotAllocator>| {
+            if is_over { Moment::default() } else { slots.take_moment() }
+        };
+        self.list_since(since, view, None, continues);
         Ok(())
     }
 
@@ -367,25 +385,6 @@ impl SlotTensors {
         std::mem::take(&mut self.writers)
     }
 
-    /// Takes `count` pages for a prefix cache, the `owner`.
-    pub(super) fn take_cached_pages(&mut self, count: usize, owner: &Owner) -> Result<TakeResult<Vec<Page>>> {
-        let slots = count * self.slots.page_size();
-        if self.must_land_before(|| slots) {
-            return Ok(Err(Shortage::InFlight));
-        }
-        let mut pages = try_with_capacity(count)?;
-        let mut runs = Vec::new();
-        if !self.slots.alloc_page_runs(count, &mut runs)? {
-            return Ok(Err(self.short(slots)));
-        }
-        pages.extend(runs.iter().flat_map(|run| run.range()).map(Page::new));
-        if let Err(error) = self.slots.cache(&pages, &[], owner) {
-            self.slots.undo_pages(&runs);
-            return Err(error);
-        }
-        Ok(Ok(pages))
-    }
-
     /// Works like [`Self::alloc`] in host memory.
     #[inline]
     fn alloc_on_host<T: IndexNumber>(
@@ -396,7 +395,8 @@ impl SlotTensors {
         let Some(slots) = self.slots.alloc::<T>(count)? else { return Ok(Err(self.short(count))) };
         let slots = T::values(slots);
         let (address, size, run) = (slots.address(), slots.dtype().size(), self.run_of(&slots));
-        let life = self.life_of(Listing { address, count, size, run, continues: false });
+        let listing = Listing { address, count, size, run, continues: false };
+        let life = (count > 0).then(|| self.grants.add(listing, self.slots.take_moment()));
         put(GrantedSlots::Tensor(TensorView::from_living_indices(slots, life)), self);
         Ok(Ok(()))
     }
@@ -617,24 +617,6 @@ impl SlotTensors {
         self.slots.epoch()
     }
 
-    /// Returns unused slots to the pool, except those in `continued` pages. Needs no memory.
-    ///
-    /// The list that the tensor was made of is the record of them: see `docs/decisions/grants.md`.
-    pub(super) fn undo(&mut self, granted: &GrantedSlots, continued: &[Page]) {
-        let Self { slots, stage, .. } = self;
-        let view = match granted {
-            GrantedSlots::One(one) => return slots.undo([one.slot.number().cast_signed()], continued),
-            GrantedSlots::Tensor(view) => view,
-        };
-        match (view.region().indices(), stage) {
-            (Some(listed), _) => slots.undo(listed, continued),
-            (None, Some(stage)) => {
-                stage.with_listed(view, |listed| slots.undo(listed, continued));
-            }
-            (None, None) => unreachable!("the pool listed the slots"),
-        }
-    }
-
     /// Returns the number of slots that can be handed out now or when pending frees complete. Pending frees
     /// count as whole, distinct pages.
     pub(super) fn available_size(&self) -> usize {
@@ -703,6 +685,72 @@ impl SlotTensors {
     /// Returns the number of bytes on the device.
     pub(super) fn device_bytes(&self) -> usize {
         self.stage.as_ref().map_or(0, Stage::bytes)
+    }
+}
+
+/// The slots of a pool in one epoch, for a caller that holds some of them since it began.
+pub(super) struct SlotsAt<'a>(&'a mut SlotTensors);
+
+impl SlotsAt<'_> {
+    /// Works like [`SlotTensors::slots`] for a holder, who makes its own tensors.
+    pub(super) const fn slots_mut(&mut self) -> &mut Ledgered<SlotAllocator> {
+        &mut self.0.slots
+    }
+
+    /// Borrows the slots, for a part of the call.
+    pub(super) const fn reborrow(&mut self) -> SlotsAt<'_> {
+        SlotsAt(self.0)
+    }
+
+    /// Takes `count` pages for a prefix cache, the `owner`.
+    pub(super) fn take_cached_pages(&mut self, count: usize, owner: &Owner) -> Result<TakeResult<Vec<Page>>> {
+        let slots = count * self.0.slots.page_size();
+        if self.must_land_before(|| slots) {
+            return Ok(Err(Shortage::InFlight));
+        }
+        let mut pages = try_with_capacity(count)?;
+        let mut runs = Vec::new();
+        if !self.0.slots.alloc_page_runs(count, &mut runs)? {
+            return Ok(Err(self.short(slots)));
+        }
+        pages.extend(runs.iter().flat_map(|run| run.range()).map(Page::new));
+        if let Err(error) = self.0.slots.cache(&pages, &[], owner) {
+            self.0.slots.undo_pages(&runs);
+            return Err(error);
+        }
+        Ok(Ok(pages))
+    }
+
+    /// Returns unused slots to the pool, except those in `continued` pages. Needs no memory.
+    ///
+    /// The list that the tensor was made of is the record of them: see `docs/decisions/grants.md`.
+    pub(super) fn undo(&mut self, granted: &GrantedSlots, continued: &[Page]) {
+        let SlotTensors { slots, stage, .. } = &mut *self.0;
+        let view = match granted {
+            GrantedSlots::One(one) => return slots.undo([one.slot.number().cast_signed()], continued),
+            GrantedSlots::Tensor(view) => view,
+        };
+        match (view.region().indices(), stage) {
+            (Some(listed), _) => slots.undo(listed, continued),
+            (None, Some(stage)) => {
+                stage.with_listed(view, |listed| slots.undo(listed, continued));
+            }
+            (None, None) => unreachable!("the pool listed the slots"),
+        }
+    }
+}
+
+impl Deref for SlotsAt<'_> {
+    type Target = SlotTensors;
+
+    fn deref(&self) -> &SlotTensors {
+        self.0
+    }
+}
+
+impl DerefMut for SlotsAt<'_> {
+    fn deref_mut(&mut self) -> &mut SlotTensors {
+        self.0
     }
 }
 

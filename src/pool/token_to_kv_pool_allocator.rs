@@ -210,9 +210,7 @@ impl TokenToKvPoolAllocator {
         stream: Stream,
     ) -> Result<Option<Vec<Page>>> {
         let take = |slots: &mut SlotTensors| {
-            if slots.epoch() != epoch {
-                return Ok(Ok(None));
-            }
+            let Some(mut slots) = slots.at(epoch) else { return Ok(Ok(None)) };
             Ok(slots.take_cached_pages(count, owner)?.map(Some))
         };
         Ok(self.alloc_with(stream, take)?.flatten())
@@ -427,7 +425,7 @@ impl TokenToKvPoolAllocator {
     /// See [`SlotAllocator::share`] and [`Self::settle`].
     pub fn share(&self, given: &IndexVec, stream: Stream) -> Result<()> {
         self.settle(stream)?;
-        self.lock().slots_mut().share(given)
+        self.lock().share(given)
     }
 
     /// Starts to collect frees. Groups nest.

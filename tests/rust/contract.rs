@@ -7,9 +7,9 @@ use kvpool::cache::PolicyKind;
 use kvpool::index::{BadFrees, CallRecord, IndexState, Rounding};
 use kvpool::kernels::Indices;
 use kvpool::pool::{
-    AllocatorConfig, BufferConfig, BufferPool, ChunkPool, GdnConfig, GdnPool, HostTier, KvPool, PageConfig,
-    PagePool, Pool, PrefixCache, PrefixCacheConfig, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator,
-    Workspace, WorkspaceConfig,
+    AllocatorConfig, BufferConfig, BufferPool, ChunkPool, GdnConfig, GdnPool, Grant, HostTier, KvPool,
+    PageConfig, PagePool, Pool, PrefixCache, PrefixCacheConfig, ReqToTokenConfig, ReqToTokenPool,
+    TensorOrigin, TokenToKvPoolAllocator, Workspace, WorkspaceConfig, Writes,
 };
 use kvpool::tensor::TensorView;
 
@@ -213,5 +213,44 @@ fn ledger_records_holders() {
         give_back(pool.as_mut(), unit);
         assert!(holders(pool.as_ref()).is_empty());
         assert_eq!(pool.occupancy().lifetimes.iter().sum::<u64>(), 1);
+    }
+}
+
+/// A tensor is copied to a cache line after its slots were handed out; another thread may clear the allocator
+/// in between.
+#[test]
+fn a_copied_tensor_is_as_old_as_its_slots() {
+    let slots = Arc::new(TokenToKvPoolAllocator::new(&SLOTS, &host()).expect("small"));
+    let free = |view: &TensorView| {
+        let (count, address) = (view.shape().numel(), view.address().addr());
+        let values = Indices::Host(IndexVec::I32(contents::read(view.region(), view.offset(), count)));
+        let origin = TensorOrigin { address, step: Some(1), writes: &|| Writes::None };
+        slots.free_keeping(&values, Some(origin), None, || None, STREAM).expect("reported")
+    };
+    let is_copied = |grant: &Grant<'_>| {
+        grant.aligned_view().expect("memory").address() != grant.granted().view().address()
+    };
+    for is_cleared in [false, true] {
+        slots.clear(STREAM);
+        let mut grant = slots.alloc(3, STREAM).expect("memory").expect("room");
+        // Memory that begins at a cache line is not copied.
+        let mut kept = Vec::new();
+        while !is_copied(&grant) {
+            kept.push(grant.granted().view());
+            grant.commit();
+            drop(grant);
+            slots.clear(STREAM);
+            grant = slots.alloc(3, STREAM).expect("memory").expect("room");
+        }
+        if is_cleared {
+            slots.clear(STREAM);
+        }
+        let copy = grant.aligned_view().expect("memory");
+        grant.commit();
+        drop(grant);
+        let others = if is_cleared { slots.alloc(3, STREAM).expect("memory") } else { None };
+        assert_eq!(free(&copy).dropped(), if is_cleared { 3 } else { 0 });
+        drop(others);
+        assert_eq!(slots.stats().in_use, 0);
     }
 }

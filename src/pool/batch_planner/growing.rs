@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::base::{RequestRow, Result};
 use crate::index::{Growth, PageList, Requests};
-use crate::pool::slot_tensors::SlotTensors;
+use crate::pool::slot_tensors::SlotsAt;
 
 use super::metadata::GrownBatch;
 
@@ -13,7 +13,7 @@ use super::metadata::GrownBatch;
 #[must_use]
 pub(super) struct GrowthGuard<'a> {
     requests: &'a mut Requests,
-    slots: &'a mut SlotTensors,
+    slots: SlotsAt<'a>,
     growths: Cow<'a, [Growth]>,
 }
 
@@ -22,7 +22,7 @@ impl<'a> GrowthGuard<'a> {
     /// are not enough pages.
     pub(super) fn batch(
         requests: &'a mut Requests,
-        slots: &'a mut SlotTensors,
+        mut slots: SlotsAt<'a>,
         growths: &'a [Growth],
         prefixes: &mut [&mut PageList],
     ) -> Result<Option<Self>> {
@@ -34,7 +34,7 @@ impl<'a> GrowthGuard<'a> {
     /// and from.
     pub(super) fn fork(
         requests: &'a mut Requests,
-        slots: &'a mut SlotTensors,
+        mut slots: SlotsAt<'a>,
         [src, dst]: [RequestRow; 2],
         len: u32,
         leased: usize,
@@ -55,8 +55,8 @@ impl<'a> GrowthGuard<'a> {
     }
 
     /// Returns the allocator of the slots.
-    pub(super) const fn slots(&mut self) -> &mut SlotTensors {
-        self.slots
+    pub(super) const fn slots(&mut self) -> &mut SlotsAt<'a> {
+        &mut self.slots
     }
 
     /// Keeps the growth.

@@ -13,7 +13,7 @@ use crate::kernels::Indices;
 use crate::memory::{Backend, Stream};
 use crate::pool::req_to_token_pool::{ReqToTokenPool, RequestTable};
 use crate::pool::shortage::{Shortage, TakeResult};
-use crate::pool::slot_tensors::SlotTensors;
+use crate::pool::slot_tensors::{SlotTensors, SlotsAt};
 use crate::pool::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use crate::pool::{TableIndex, at_least_one};
 use crate::tensor::TensorView;
@@ -27,7 +27,7 @@ pub(super) use release::Release;
 
 /// The locked pools of a step.
 pub(super) struct Pools<'a> {
-    pub(super) slots: &'a mut SlotTensors,
+    pub(super) slots: SlotsAt<'a>,
     pub(super) table: &'a mut RequestTable,
 }
 
@@ -104,6 +104,12 @@ impl PlannerState {
         }
     }
 
+    /// Returns the slots of the allocator, whose epoch the planner has entered.
+    pub(super) fn enter_slots<'a>(&mut self, slots: &'a mut SlotTensors, stream: Stream) -> SlotsAt<'a> {
+        self.enter(slots.epoch(), stream);
+        slots.at(self.epoch).expect("it was entered")
+    }
+
     /// Retires the leases of requests whose rows were freed by another call, and finds those that have
     /// abandoned pages.
     pub(super) fn retire_freed(&mut self, table: &RequestTable, stream: Stream) {
@@ -121,7 +127,7 @@ impl PlannerState {
     /// Returns the requests, each with the number of pages that were given back.
     pub(super) fn give_back_abandoned(
         &mut self,
-        slots: &mut SlotTensors,
+        mut slots: SlotsAt<'_>,
         table: &RequestTable,
     ) -> Result<Vec<(AbandonedRequest, usize)>> {
         let size = self.requests.page_size().slots();
@@ -136,7 +142,7 @@ impl PlannerState {
         }
         let mut reports = try_with_capacity(lists.len())?;
         for (request, own) in self.requests.take_abandoned().into_iter().zip(lists) {
-            let _acting = call_of_request(request.row, slots, table).map(CallRecord::begin);
+            let _acting = call_of_request(request.row, &slots, table).map(CallRecord::begin);
             let given = own.len();
             let bad = slots.free_now(&IndexVec::I32(own), None)?;
             reports.push((request, given - bad.dropped()));
@@ -206,7 +212,7 @@ impl PlannerState {
         for (position, (&row, pages)) in self.resolve(rows, table)?.iter().zip(&mut cached).enumerate() {
             let (prefix, seq) = (batch.prefix_lens[position], batch.seq_lens[position]);
             let asked = GrowthRequest { position, row, prefix, seq };
-            growths.push(self.growth(asked, batch.prefixes.get(position), pages, slots, table)?);
+            growths.push(self.growth(asked, batch.prefixes.get(position), pages, &slots, table)?);
         }
         let are_new = growths.iter().map(|growth| growth.had < growth.prefix);
         let prefixes = are_new.zip(&mut cached).filter_map(|(is_new, pages)| is_new.then_some(pages));
@@ -403,7 +409,7 @@ impl PlannerState {
         padding: Padding,
         stream: Stream,
     ) -> Result<TakeResult<Plan>> {
-        let Pools { slots, table } = pools;
+        let Pools { mut slots, table } = pools;
         for (position, growth) in batch.iter().enumerate() {
             self.requests.check_open(position, *growth, slots.slots())?;
         }
@@ -414,7 +420,7 @@ impl PlannerState {
         if slots.must_land_before(new_slots) {
             return Ok(Err(Shortage::InFlight));
         }
-        let Some(growing) = GrowthGuard::batch(&mut self.requests, slots, batch, prefixes)? else {
+        let Some(growing) = GrowthGuard::batch(&mut self.requests, slots.reborrow(), batch, prefixes)? else {
             return Ok(Err(slots.short(new_slots())));
         };
         let grown = growing.grown(padding.batch_size);
@@ -423,7 +429,7 @@ impl PlannerState {
         // Not before: the undo of the growth leaves other holders of its pages as they were.
         if slots.keeps_ledger() {
             for growth in batch {
-                self.record_holder(growth.row, growth.had, slots, table);
+                self.record_holder(growth.row, growth.had, &mut slots, table);
             }
         }
         self.requests.record_written(batch);
@@ -441,7 +447,7 @@ impl PlannerState {
     }
 
     /// Records the owner of a row as the owner of its new pages, from token `start` on, if a ledger is kept.
-    fn record_holder(&self, row: RequestRow, start: u32, slots: &mut SlotTensors, table: &RequestTable) {
+    fn record_holder(&self, row: RequestRow, start: u32, slots: &mut SlotsAt<'_>, table: &RequestTable) {
         let Some(call) = call_of_request(row, slots, table) else { return };
         let first = widen(self.requests.page_size().page(start));
         if let Some(ledger) = slots.slots_mut().ledger_mut() {
@@ -460,7 +466,7 @@ impl PlannerState {
         claim: Option<&Claim>,
         stream: Stream,
     ) -> Result<TakeResult<[TensorView; 2]>> {
-        let Pools { slots, table } = pools;
+        let Pools { mut slots, table } = pools;
         let rows = self.resolve(&IndexVec::I64(vec![src, dst]), table)?;
         let (src, dst) = (rows[0], rows[1]);
         let (has, taken) = (self.requests.len(src), self.requests.len(dst));
@@ -474,7 +480,7 @@ impl PlannerState {
             )));
         };
         table.check_not_capturing(stream)?;
-        claim.map_or(Ok(()), |claim| claim.check(slots))?;
+        claim.map_or(Ok(()), |claim| claim.check(&slots))?;
         // The lease is useful only if it still has the same prefix.
         let full = widen(self.requests.page_size().page(len));
         let is_same = |claim: &&Claim| {
@@ -488,14 +494,14 @@ impl PlannerState {
             return Ok(Err(Shortage::InFlight));
         }
         let Some((mut growing, copied)) =
-            GrowthGuard::fork(&mut self.requests, slots, [src, dst], len, leased)?
+            GrowthGuard::fork(&mut self.requests, slots.reborrow(), [src, dst], len, leased)?
         else {
             return Ok(Err(slots.short(page_size)));
         };
         self.metadata.record_change();
         let copied = write_fork(&mut growing, table, dst, len, copied, stream)?;
         growing.keep();
-        self.record_holder(dst, 0, slots, table);
+        self.record_holder(dst, 0, &mut slots, table);
         if let Some(claim) = claim {
             self.leases.bind(dst, claim.keep(), table, stream);
         }

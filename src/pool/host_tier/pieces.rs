@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::ForkGate;
 use crate::base::lock_order::{LockRank, RankedMutex};
+use crate::base::{Epoch, ForkGate};
 use crate::cache::{EntryId, Namespace, PageHash};
 use crate::memory::Region;
 
@@ -227,17 +227,16 @@ impl HostTier {
     }
 
     /// Takes places for pieces from a store, as many as possible. Pieces that are here, or are being copied
-    /// from the device, are left out. `None` if the tier was cleared since it had `clears`.
+    /// from the device, are left out. `None` if `epoch` of the pieces is over.
     pub(in crate::pool) fn expect(
         self: &Arc<Self>,
         kind: PieceKind,
         keys: &[PageHash],
         namespace: &Namespace,
-        clears: u64,
+        epoch: Epoch,
     ) -> Option<IncomingPieces> {
         let storage = self.storage(kind)?;
-        let Arrivals { entries, keys, evicted, skipped, .. } =
-            storage.begin_fetch(clears, keys, namespace)?;
+        let Arrivals { entries, keys, evicted, skipped, .. } = storage.begin_fetch(epoch, keys, namespace)?;
         self.count(TierCounts { evicted: evicted.len(), skipped, ..TierCounts::default() });
         let ranges = storage.ranges(&entries);
         let (tier, is_cut, entries) =
@@ -245,9 +244,9 @@ impl HostTier {
         Some(IncomingPieces { tier, kind, keys, ranges, evicted, is_cut, entries })
     }
 
-    /// Returns the number of times that pieces of a kind were cleared.
-    pub(in crate::pool) fn clears(&self, kind: PieceKind) -> u64 {
-        self.storage(kind).map_or(0, |storage| storage.resident().clears())
+    /// Returns the current epoch of the pieces of a kind.
+    pub(in crate::pool) fn epoch(&self, kind: PieceKind) -> Epoch {
+        self.storage(kind).map_or_else(Epoch::default, |storage| storage.resident().epoch())
     }
 
     /// Returns the number of bytes of a piece of a kind, 0 if it has none.

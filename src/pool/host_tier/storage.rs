@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{ChunkId, DType, Device, ForkGate, Id, Result, widen};
+use crate::base::{ChunkId, DType, Device, Epoch, ForkGate, Id, Result, widen};
 use crate::cache::{DevicePresence, EntryId, Namespace, NamespaceHash, PageHash, Residency};
 use crate::index::IndexHandle;
 use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, StagingArea, piece_bytes};
@@ -358,16 +358,16 @@ impl Storage {
     }
 
     /// Takes a place for each key that is not here and will be fetched from below, in order and as long as
-    /// there are places. Takes none if there have been more clears than `clears`.
+    /// there are places. Takes none if `epoch` is over.
     pub(super) fn begin_fetch(
         &self,
-        clears: u64,
+        epoch: Epoch,
         keys: &[PageHash],
         namespace: &Namespace,
     ) -> Option<Arrivals<()>> {
         let mut arrivals = Arrivals::new();
         let mut resident = self.resident();
-        if resident.clears() != clears {
+        if resident.epoch() != epoch {
             return None;
         }
         for key in keys {

@@ -41,7 +41,7 @@ pub(super) struct CacheState {
     pub(super) pins: Pins,
     pub(super) ages: [u64; AGE_BUCKETS],
     /// The epoch of the allocator in which the cache has its pages.
-    pub(super) epoch: Epoch,
+    epoch: Epoch,
     pub(super) below: Option<TierLink>,
     /// Pages that the tree does not have: they are being loaded from the tier below, or are duplicates of
     /// loaded pages.
@@ -55,6 +55,23 @@ pub(super) struct CacheCall<'a> {
 }
 
 impl CacheState {
+    pub(super) fn new(tree: Tree, epoch: Epoch, below: Option<TierLink>) -> Self {
+        Self {
+            tree,
+            counts: PrefixCounts::default(),
+            pins: Pins::default(),
+            ages: [0; AGE_BUCKETS],
+            epoch,
+            below,
+            loading_pages: 0,
+        }
+    }
+
+    /// Returns the epoch in which its holds and pages are valid.
+    pub(super) const fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
     /// Waits for the copies to the tier below, before the cache is dropped. The caller holds no lock.
     pub(super) fn finish_writes(&mut self, allocator: Option<&TokenToKvPoolAllocator>) {
         if let Self { below: Some(below), tree, epoch, .. } = self {
@@ -101,10 +118,15 @@ impl CacheCore {
         CacheCall { shared: self, slots: allocator.begin_call(stream) }
     }
 
+    /// Locks the contents of the cache as they are, for a holder of pages since `epoch` of the allocator; `None`
+    /// if the cache has left that.
+    fn at(&self, epoch: Epoch) -> Option<RankedGuard<'_, CacheState>> {
+        Some(self.state.lock()).filter(|cache| cache.epoch == epoch)
+    }
+
     /// Counts pages that are being loaded, unless `epoch` of the allocator is over.
     pub(super) fn add_loading(&self, epoch: Epoch, pages: usize) {
-        let mut cache = self.state.lock();
-        if cache.epoch == epoch {
+        if let Some(mut cache) = self.at(epoch) {
             cache.loading_pages += pages;
         }
     }
@@ -154,11 +176,15 @@ impl CacheCall<'_> {
 
     /// Ends a hold of `epoch`. After a clear of the allocator it is void.
     pub(super) fn release(&self, hold: Hold, epoch: Epoch) {
-        let mut cache = self.current();
-        if cache.epoch == epoch {
+        if let Some(mut cache) = self.at(epoch) {
             let evicted = cache.tree.release(hold);
             self.give_back(&cache, evicted);
         }
+    }
+
+    /// Works like [`Self::current`], for a holder of pages since `epoch` of the allocator; `None` if that is over.
+    pub(super) fn at(&self, epoch: Epoch) -> Option<RankedGuard<'_, CacheState>> {
+        Some(self.current()).filter(|cache| cache.epoch == epoch)
     }
 
     /// Copies the pages that the tree offers to the tier below.
@@ -219,7 +245,7 @@ impl CacheCall<'_> {
         let mut freed = 0;
         if !pages.is_empty() {
             // A cleared allocator has its pages already.
-            let _ = self.slots.change(epoch, |slots| {
+            let _ = self.slots.change(epoch, |mut slots| {
                 let before = slots.slots().available();
                 slots.add_copied(page_copies);
                 slots.slots_mut().release_cached(&pages, None, &self.shared.owner);
@@ -245,11 +271,9 @@ impl CacheHome for CacheCore {
             return self.free_states(ended.state.as_slice());
         };
         let call = self.begin_call(&allocator, stream);
-        let mut cache = self.state.lock();
-        if cache.epoch == epoch {
+        if let Some(mut cache) = self.at(epoch) {
             cache.loading_pages -= ended.pages.len();
         }
-        drop(cache);
         let (hold, pieces) = ended.into_pieces();
         call.release_pieces(epoch, pieces);
         if let Some(hold) = hold {

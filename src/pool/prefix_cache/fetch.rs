@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::base::Result;
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::sync::Condvar;
+use crate::base::{Epoch, Result};
 use crate::cache::{Continuation, LowerTierContents as _, Namespace, OfferedPages, PageHash};
 use crate::pool::host_tier::{HeldPieces, IncomingPieces, PieceKind};
 use crate::pool::{HostTier, StoreTransfer};
@@ -61,8 +61,8 @@ pub(super) struct FetchRequest {
     /// The tokens that follow the part of the prompt that the device has and a request can use.
     pub(super) tokens: Vec<i32>,
     pub(super) continuation: Continuation,
-    /// The number of times that pieces of the tier were cleared.
-    pub(super) clears: ClearCounts,
+    /// The epochs of the pieces of the tier in which it begins.
+    pub(super) epochs: TierEpochs,
     /// Whether the cache reports events.
     pub(super) has_events: bool,
 }
@@ -95,20 +95,20 @@ impl FetchRequest {
     }
 }
 
-/// The number of times that the pieces of each kind were cleared.
+/// Epochs of the pieces of each kind.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct ClearCounts {
-    pages: u64,
-    states: u64,
+pub(super) struct TierEpochs {
+    pages: Epoch,
+    states: Epoch,
 }
 
-impl ClearCounts {
-    /// Returns the present counts of a tier.
+impl TierEpochs {
+    /// Returns the current ones of a tier.
     pub(super) fn of_tier(tier: &HostTier) -> Self {
-        Self { pages: tier.clears(PieceKind::Page), states: tier.clears(PieceKind::State) }
+        Self { pages: tier.epoch(PieceKind::Page), states: tier.epoch(PieceKind::State) }
     }
 
-    const fn of(self, kind: PieceKind) -> u64 {
+    const fn of(self, kind: PieceKind) -> Epoch {
         match kind {
             PieceKind::Page => self.pages,
             PieceKind::State => self.states,
@@ -333,8 +333,8 @@ impl FetchJob<'_> {
         keys: &[PageHash],
         batches: &mut VecDeque<Batch>,
     ) -> Result<bool> {
-        let FetchRequest { namespace, clears, .. } = self.request;
-        let expect = || self.store_access.tier().expect(kind, keys, namespace, clears.of(kind));
+        let FetchRequest { namespace, epochs, .. } = self.request;
+        let expect = || self.store_access.tier().expect(kind, keys, namespace, epochs.of(kind));
         let incoming = if kind == PieceKind::Page && self.request.has_events {
             // The events of evicted pieces come before those of any that arrive again.
             let mut incoming = None;

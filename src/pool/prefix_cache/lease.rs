@@ -127,10 +127,7 @@ impl Lease {
         let ended;
         let mut guard = self.state.lock();
         let Some(lease) = guard.as_mut() else { return Err(released_error()) };
-        let mut cache = call.current();
-        if cache.epoch != self.epoch {
-            return Err(cleared_error());
-        }
+        let mut cache = call.at(self.epoch).ok_or_else(cleared_error)?;
         ended = lease.settle(&call, &mut cache, stream)?;
         let answer = work(&call, &mut cache, lease);
         drop(cache);
@@ -322,11 +319,10 @@ impl Lease {
         // Dropped without locks.
         let mut ended = None;
         let call = self.shared.begin_call(&self.allocator, stream);
-        if lease.load.is_some() {
-            let mut cache = call.current();
-            if cache.epoch == self.epoch {
-                ended = lease.settle(&call, &mut cache, stream).unwrap_or_default();
-            }
+        if lease.load.is_some()
+            && let Some(mut cache) = call.at(self.epoch)
+        {
+            ended = lease.settle(&call, &mut cache, stream).unwrap_or_default();
         }
         let LeaseState { hold, load, .. } = lease;
         call.release(hold, self.epoch);

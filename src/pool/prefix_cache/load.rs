@@ -228,7 +228,7 @@ impl Lease {
         let call = self.shared.begin_call(&self.allocator, stream);
         let slot = state.as_ref().map(TakenSlot::slot);
         // Under one lock: the allocator is not cleared in between, and has the copies when it is.
-        let started = call.slots.change(self.epoch, |slots| {
+        let started = call.slots.change(self.epoch, |mut slots| {
             let started = tier.load(&pieces, &pages, slot, stream);
             match &started {
                 Ok(transfer) => slots.add_writer(transfer),

@@ -7,7 +7,7 @@ use crate::base::{Error, IndexVec, Page, Result, try_with_capacity};
 use crate::cache::Tokens;
 use crate::memory::Stream;
 use crate::pool::gdn_pool::Source;
-use crate::pool::slot_tensors::SlotTensors;
+use crate::pool::slot_tensors::SlotsAt;
 
 use super::cache_core::{CacheCall, CacheState};
 use super::lease::Lease;
@@ -187,11 +187,11 @@ impl Lease {
         let fresh = tokens.to_vec(found.len()..whole)?;
         tokens.check(whole..tokens.count())?;
         cache.tree.check_memory(&lease.hold, &found, fresh.len())?;
-        let published = call.slots.change(self.epoch, |slots| {
+        let published = call.slots.change(self.epoch, |mut slots| {
             let mut request = planner.map(|planner| self.request_of(planner, lease)).transpose()?;
             let mut pages = pages_of_request(request.as_deref(), begin..begin + tokens.count(), pages)?;
             let rest = pages.split_off((whole / page_size).min(pages.len()));
-            let duplicates = self.hand_over(&mut pages, &rest, &cached, slots)?;
+            let duplicates = self.hand_over(&mut pages, &rest, &cached, &mut slots)?;
             if let Some(request) = &mut request {
                 request.record_published(begin / page_size, &pages);
             }
@@ -237,7 +237,7 @@ impl Lease {
         pages: &mut [Page],
         rest: &[Page],
         cached: &[Page],
-        slots: &mut SlotTensors,
+        slots: &mut SlotsAt<'_>,
     ) -> Result<usize> {
         let (offered, new) = pages.split_at_mut(cached.len());
         let mut freed = Cow::Borrowed(&*offered);

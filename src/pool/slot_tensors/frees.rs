@@ -10,9 +10,9 @@ use crate::pool::deferred::{FreedAs, FreedValues, Values, abandon, slots_of};
 use crate::pool::fences::{Fence, Fences};
 use crate::pool::mirror::{known_runs, known_values};
 
-use super::SlotTensors;
 use super::grants::{HeldGrant, Unproven};
 use super::source::Source;
+use super::{SlotTensors, SlotsAt};
 
 /// A free completed by a later call: the number of values, and the invalid ones.
 #[derive(Debug)]
@@ -257,21 +257,6 @@ impl SlotTensors {
         since.is_some_and(|since| self.slots.is_cleared_since(since))
     }
 
-    /// Frees slots of the planner, after pending frees where the order matters; drops those that are not
-    /// live. Groups do not delay this free.
-    pub(in crate::pool) fn free_now(&mut self, slots: &IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
-        match fence {
-            Some(fence) => self.slots.free_after(fence, slots, OnBadFree::Report),
-            None if self.deferred.is_empty() || self.need_sort() => {
-                self.slots.free_now(slots, OnBadFree::Report)
-            }
-            None => {
-                self.defer(vec![FreedValues::of_slots(slots.try_clone()?)], None);
-                Ok(BadFrees::default())
-            }
-        }
-    }
-
     /// Returns whether a free of known values must stay behind those in flight, so that slots return in the
     /// order in which they were freed. In sorted order it has no effect.
     #[inline]
@@ -439,5 +424,22 @@ impl SlotTensors {
     /// Returns an estimate of the slots of pending frees.
     pub(in crate::pool) fn pending(&self) -> usize {
         self.pending_slots()
+    }
+}
+
+impl SlotsAt<'_> {
+    /// Frees slots of the planner, after pending frees where the order matters; drops those that are not
+    /// live. Groups do not delay this free.
+    pub(in crate::pool) fn free_now(&mut self, slots: &IndexVec, fence: Option<FenceId>) -> Result<BadFrees> {
+        match fence {
+            Some(fence) => self.slots_mut().free_after(fence, slots, OnBadFree::Report),
+            None if self.deferred.is_empty() || self.need_sort() => {
+                self.slots_mut().free_now(slots, OnBadFree::Report)
+            }
+            None => {
+                self.defer(vec![FreedValues::of_slots(slots.try_clone()?)], None);
+                Ok(BadFrees::default())
+            }
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 
 use crate::base::{Epoch, Error, Page, Result};
 use crate::memory::Stream;
-use crate::pool::slot_tensors::{GrantedSlots, SlotTensors};
+use crate::pool::slot_tensors::{GrantedSlots, SlotTensors, SlotsAt};
 use crate::tensor::TensorView;
 use crate::tensor::dlpack::IndexExport;
 
@@ -52,7 +52,7 @@ impl<'a> Grant<'a> {
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no memory for it.
     pub fn aligned_view(&self) -> Result<TensorView> {
         let mut view = self.granted.view().cache_aligned()?;
-        self.allocator.lock().list_again(&mut view, !self.continued.is_empty())?;
+        self.allocator.lock().list_again(&mut view, self.epoch, !self.continued.is_empty())?;
         Ok(view)
     }
 
@@ -76,8 +76,7 @@ impl Drop for Grant<'_> {
         if self.is_kept {
             return;
         }
-        let mut slots = self.allocator.lock();
-        if slots.epoch() == self.epoch {
+        if let Some(mut slots) = self.allocator.lock().at(self.epoch) {
             slots.undo(&self.granted, &self.continued);
         }
     }
@@ -110,15 +109,13 @@ impl<'a> AllocatorCall<'a> {
     pub(in crate::pool) fn change<R>(
         &self,
         epoch: Epoch,
-        work: impl FnOnce(&mut SlotTensors) -> Result<R>,
+        work: impl FnOnce(SlotsAt<'_>) -> Result<R>,
     ) -> Result<Option<R>> {
+        let work = |slots: &mut SlotTensors| slots.at(epoch).map(work).transpose();
         let slots = self.allocator.lock();
-        if slots.epoch() != epoch {
-            return Ok(None);
-        }
         let (answer, poisoned) = TokenToKvPoolAllocator::freeing_quietly(slots, self.stream, work);
         self.not_poisoned.borrow_mut().extend(poisoned.err());
-        answer.map(Some)
+        answer
     }
 }
 

@@ -116,7 +116,7 @@ impl PlannerState {
     }
 
     fn give_back(&mut self, pools: Pools<'_>, cuts: Cuts, release: Release<'_>) -> Result<(usize, BadFrees)> {
-        let Pools { slots, table } = pools;
+        let Pools { mut slots, table } = pools;
         let Release { fence, leases, stream } = release;
         let (mut given, mut bad) = (0, BadFrees::default());
         let Cuts { requests, slots: listed, mut room } = cuts;
@@ -130,7 +130,7 @@ impl PlannerState {
                 });
                 leases.push(LeaseEnd::new(lease, widen(len), fenced, stream));
             }
-            let _acting = call_of_request(row, slots, table).map(CallRecord::begin);
+            let _acting = call_of_request(row, &slots, table).map(CallRecord::begin);
             self.requests.truncate(row, len);
             self.metadata.truncate(row, self.requests.pages(row).len());
             room.clear();
