@@ -127,7 +127,7 @@ mod check {
     /// # Panics
     /// If it holds one.
     pub(crate) fn assert_none_held() {
-        HELD.with_borrow(|held| assert!(held.is_empty(), "a thread waits while {held:?} are locked"));
+        HELD.with_borrow(|held| assert!(held.is_empty(), "no lock may be held here; {held:?} are"));
     }
 }
 

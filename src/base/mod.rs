@@ -6,6 +6,7 @@
 mod blocking;
 pub(crate) mod bounded;
 mod device;
+mod discarded;
 mod dtype;
 mod epoch;
 mod error;
@@ -29,6 +30,7 @@ pub use blocking::{
     wait_interruptibly,
 };
 pub use device::Device;
+pub(crate) use discarded::Discarded;
 pub use dtype::{DType, IndexDType};
 pub use epoch::Epoch;
 pub use error::{Error, ErrorKind, Facts, Result};

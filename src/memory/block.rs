@@ -54,8 +54,7 @@ pub enum Contents {
 }
 
 impl Contents {
-    /// Returns whether allocating device memory may wait for enqueued work, so that the caller must hold no lock of
-    /// a pool.
+    /// Returns whether allocating device memory may wait for enqueued work.
     pub(super) const fn may_wait(self) -> bool {
         !matches!(self, Self::ZerosOn(_))
     }

@@ -11,7 +11,7 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{Device, Id, IndexVec, Page, RequestRow, Result, try_with_capacity, widen};
+use crate::base::{Device, Discarded, Id, IndexVec, Page, RequestRow, Result, try_with_capacity, widen};
 use crate::index::BadFrees;
 use crate::memory::{Backend, Stream};
 use crate::tensor::TensorView;
@@ -141,7 +141,8 @@ impl BatchPlanner {
     /// Requests that have slots, and their tokens.
     #[must_use]
     pub fn totals(&self) -> (usize, usize) {
-        let (state, table) = (self.state(Stream::default_of(self.device())), self.table.lock());
+        let discarded = Discarded::new();
+        let (state, table) = (self.state(Stream::default_of(self.device()), &discarded), self.table.lock());
         state.totals(&table)
     }
 
@@ -152,7 +153,9 @@ impl BatchPlanner {
     ///
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn seq_len(&self, row: i64) -> Result<u32> {
-        let (mut state, table) = (self.state(Stream::default_of(self.device())), self.table.lock());
+        let discarded = Discarded::new();
+        let (mut state, table) =
+            (self.state(Stream::default_of(self.device()), &discarded), self.table.lock());
         state.seq_len(row, &table)
     }
 
@@ -204,7 +207,9 @@ impl BatchPlanner {
 
     /// Returns the rows of live requests.
     fn resolve(&self, rows: &IndexVec) -> Result<Vec<RequestRow>> {
-        let (mut state, table) = (self.state(Stream::default_of(self.device())), self.table.lock());
+        let discarded = Discarded::new();
+        let (mut state, table) =
+            (self.state(Stream::default_of(self.device()), &discarded), self.table.lock());
         state.resolve(rows, &table)
     }
 
@@ -291,7 +296,8 @@ impl BatchPlanner {
     /// [`Requests::resolve_rows`]: crate::index::Requests::resolve_rows
     pub fn fork(&self, src: i64, dst: i64, len: i64, stream: Stream) -> Result<Option<[TensorView; 2]>> {
         let (leased, row) = {
-            let (mut state, table) = (self.state(stream), self.table.lock());
+            let discarded = Discarded::new();
+            let (mut state, table) = (self.state(stream, &discarded), self.table.lock());
             let rows = state.resolve(&IndexVec::I64(vec![src, dst]), &table)?;
             (state.leases.of(rows[0], &table).cloned(), rows[1])
         };
@@ -319,7 +325,8 @@ impl BatchPlanner {
     ///
     /// [`ErrorKind::Stale`]: crate::base::ErrorKind::Stale
     pub fn host_field(&self, plan: &Plan, field: Field) -> Result<Option<TensorView>> {
-        self.state(Stream::default_of(self.device())).host_field(plan, field)
+        let discarded = Discarded::new();
+        self.state(Stream::default_of(self.device()), &discarded).host_field(plan, field)
     }
 
     /// Calls `take` under the locks, with the allocator's handling of shortage.
@@ -329,18 +336,13 @@ impl BatchPlanner {
         mut take: impl FnMut(&mut PlannerState, Pools<'_>) -> Result<TakeResult<T>>,
     ) -> Result<Option<T>> {
         self.make_room()?;
-        self.retire_freed(stream)?;
-        let mut retired = Vec::new();
-        let taken = self.slots.alloc_with(stream, |slots| {
+        self.end_freed(stream)?;
+        let discarded = Discarded::new();
+        self.slots.alloc_with(stream, |slots| {
             let (mut state, mut table) = (self.state.lock(), self.table.lock());
-            let slots = state.enter_slots(slots, stream);
-            let taken = take(&mut state, Pools { slots, table: &mut table });
-            retired.append(&mut state.leases.take_retired());
-            taken
-        });
-        // Dropped without locks: the end of a lease locks the cache.
-        drop(retired);
-        taken
+            let slots = state.enter_slots(slots, stream, &discarded);
+            take(&mut state, Pools { slots, table: &mut table, discarded: &discarded })
+        })
     }
 
     /// Calls `give` under the locks, with the id of a new fence if `after` is given.
@@ -348,45 +350,42 @@ impl BatchPlanner {
         &self,
         after: Option<&Arc<dyn Fence>>,
         stream: Stream,
-        give: impl FnOnce(&mut PlannerState, Pools<'_>, Release<'_>) -> Result<R>,
+        give: impl FnOnce(&mut PlannerState, Pools<'_>, Release) -> Result<R>,
     ) -> Result<R> {
-        self.retire_freed(stream)?;
-        let mut leases = Vec::new();
-        let given = self.slots.free_with(after, stream, |slots, fence| {
+        self.end_freed(stream)?;
+        let discarded = Discarded::new();
+        self.slots.free_with(after, stream, |slots, fence| {
             let (mut state, mut table) = (self.state.lock(), self.table.lock());
-            let slots = state.enter_slots(slots, stream);
-            let release = Release { fence, leases: &mut leases, stream };
-            give(&mut state, Pools { slots, table: &mut table }, release)
-        });
-        // Without locks: leases end in the cache.
-        drop(leases);
-        given
+            let slots = state.enter_slots(slots, stream, &discarded);
+            let pools = Pools { slots, table: &mut table, discarded: &discarded };
+            give(&mut state, pools, Release { fence, stream })
+        })
     }
 
     /// Locks the state, which has ended the requests of earlier epochs of the allocator.
-    fn state(&self, stream: Stream) -> RankedGuard<'_, PlannerState> {
+    fn state(&self, stream: Stream, discarded: &Discarded) -> RankedGuard<'_, PlannerState> {
         let epoch = self.slots.lock().epoch();
         let mut state = self.state.lock();
-        state.enter(epoch, stream);
+        state.enter(epoch, stream, discarded);
         state
     }
 
     /// Ends the leases of requests whose rows were freed by another call, and gives their pages back. Returns
     /// how many pages that were.
-    fn retire_freed(&self, stream: Stream) -> Result<usize> {
-        let (retired, has_abandoned) = {
-            let (mut state, table) = (self.state(stream), self.table.lock());
-            state.retire_freed(&table, stream);
-            (state.leases.take_retired(), state.requests().has_abandoned())
+    fn end_freed(&self, stream: Stream) -> Result<usize> {
+        let has_abandoned = {
+            let discarded = Discarded::new();
+            let (mut state, table) = (self.state(stream, &discarded), self.table.lock());
+            state.end_freed(&table, stream, &discarded);
+            state.requests().has_abandoned()
         };
-        // Without locks: leases end in the cache.
-        drop(retired);
         if !has_abandoned {
             return Ok(0);
         }
+        let discarded = Discarded::new();
         let abandoned = self.slots.freeing(self.slots.lock(), stream, |slots| {
             let (mut state, table) = (self.state.lock(), self.table.lock());
-            let slots = state.enter_slots(slots, stream);
+            let slots = state.enter_slots(slots, stream, &discarded);
             state.give_back_abandoned(slots, &table)
         })?;
         // Pages that its user has freed are not lost.
@@ -396,7 +395,7 @@ impl BatchPlanner {
         Ok(abandoned.iter().map(|(_, pages)| pages).sum())
     }
 
-    /// Waits, without locks, if the device is many steps behind.
+    /// Waits if the device is many steps behind.
     fn make_room(&self) -> Result<()> {
         make_room(self.config.max_tokens, |numbers| self.state.lock().metadata().backpressure_event(numbers))
     }
@@ -405,14 +404,15 @@ impl BatchPlanner {
 /// Frees the pages of requests whose rows were freed without them.
 impl Reclaim for BatchPlanner {
     fn obtainable(&self, stream: Stream) -> Obtainable {
-        let (mut state, table) = (self.state(stream), self.table.lock());
-        state.retire_freed(&table, stream);
+        let discarded = Discarded::new();
+        let (mut state, table) = (self.state(stream, &discarded), self.table.lock());
+        state.end_freed(&table, stream, &discarded);
         let pages: usize = state.requests().abandoned().iter().map(|request| request.own_pages().len()).sum();
         Obtainable { at_once: pages * widen(state.requests().page_size().slots()), behind_fences: 0 }
     }
 
     fn reclaim(&self, _slots: usize, stream: Stream) -> Result<usize> {
-        Ok(self.retire_freed(stream)? * self.slots.page_size())
+        Ok(self.end_freed(stream)? * self.slots.page_size())
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::base::bounded::signed;
-use crate::base::{IndexVec, Result, try_with_capacity};
+use crate::base::{Discarded, IndexVec, Result, try_with_capacity};
 use crate::index::{Attribution, FenceId};
 use crate::kernels::{Fetcher, PendingFetch};
 use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Stream};
@@ -67,16 +67,16 @@ impl FreedValues {
         }
     }
 
-    /// Takes values that have arrived, and moves the owner of their tensor to `keeps`.
+    /// Takes values that have arrived, and discards the owner of their tensor.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate them;
     /// the part is as it was.
-    fn land(&mut self, keeps: &mut Vec<Keep>) -> Result<()> {
+    fn land(&mut self, discarded: &Discarded) -> Result<()> {
         if let Values::Fetched(fetcher, fetch) = &self.values {
             let known = Values::Known(fetcher.take(fetch)?);
             if let Values::Fetched(_, fetch) = std::mem::replace(&mut self.values, known) {
-                keeps.extend(fetch.into_keep());
+                fetch.discard(discarded);
             }
         }
         Ok(())
@@ -96,8 +96,6 @@ struct Free {
     fence: Option<FenceId>,
     /// The calls that made the frees, if a ledger is kept.
     by: Attribution,
-    /// Owners of tensors whose values are on the host. Drop them without locks.
-    keeps: Vec<Keep>,
 }
 
 /// A free whose slots are all on the host.
@@ -105,8 +103,6 @@ pub(super) struct ReadyFree {
     pub(super) slots: IndexVec,
     pub(super) fence: Option<FenceId>,
     pub(super) by: Attribution,
-    /// Owners of its tensors. Drop them without locks.
-    pub(super) keeps: Vec<Keep>,
 }
 
 /// Frees in the order in which they were made.
@@ -149,7 +145,7 @@ impl DeferredFrees {
     }
 
     pub(super) fn push(&mut self, parts: Vec<FreedValues>, fence: Option<FenceId>, by: Attribution) {
-        self.frees.push_back(Free { parts, fence, by, keeps: Vec::new() });
+        self.frees.push_back(Free { parts, fence, by });
     }
 
     /// Marks a fence as passed. Returns whether a free was waiting for it.
@@ -174,13 +170,13 @@ impl DeferredFrees {
         events.find(|event| !event.has_passed().unwrap_or(true)).cloned()
     }
 
-    /// Takes the oldest free if all of its values are on the host.
+    /// Takes the oldest free if all of its values are on the host, and discards the owners of its tensors.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed,
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
     /// list. The free stays for a later call.
-    pub(super) fn landed(&mut self, page_size: usize) -> Result<Option<ReadyFree>> {
+    pub(super) fn landed(&mut self, page_size: usize, discarded: &Discarded) -> Result<Option<ReadyFree>> {
         let Some(oldest) = self.frees.front_mut() else { return Ok(None) };
         for part in &oldest.parts {
             if let Values::Fetched(_, fetch) = &part.values
@@ -190,16 +186,16 @@ impl DeferredFrees {
             }
         }
         for part in &mut oldest.parts {
-            part.land(&mut oldest.keeps)?;
+            part.land(discarded)?;
         }
         let slots = slots_of(&mut oldest.parts, page_size)?;
         let landed = self.frees.pop_front();
-        Ok(landed.map(|free| ReadyFree { slots, fence: free.fence, by: free.by, keeps: free.keeps }))
+        Ok(landed.map(|free| ReadyFree { slots, fence: free.fence, by: free.by }))
     }
 
-    /// Discards every free; copies in flight are abandoned. Returns the owners of the tensors.
-    pub(super) fn clear(&mut self) -> Vec<Keep> {
-        self.frees.drain(..).flat_map(|free| abandon(free.parts).into_iter().chain(free.keeps)).collect()
+    /// Discards every free; copies in flight are abandoned.
+    pub(super) fn clear(&mut self, discarded: &Discarded) {
+        self.frees.drain(..).for_each(|free| abandon(free.parts, discarded));
     }
 }
 
@@ -224,14 +220,12 @@ pub(super) fn slots_of(parts: &mut [FreedValues], page_size: usize) -> Result<In
     Ok(IndexVec::I64(all))
 }
 
-/// Abandons values in flight, and returns the owners of their tensors.
-pub(super) fn abandon(parts: impl IntoIterator<Item = FreedValues>) -> Vec<Keep> {
-    let fetches = parts.into_iter().filter_map(|part| match part.values {
-        Values::Known(_) => None,
-        Values::Fetched(fetcher, fetch) => {
+/// Abandons values in flight, and discards the owners of their tensors.
+pub(super) fn abandon(parts: impl IntoIterator<Item = FreedValues>, discarded: &Discarded) {
+    for part in parts {
+        if let Values::Fetched(fetcher, fetch) = part.values {
             fetcher.abandon(&fetch);
-            fetch.into_keep()
+            fetch.discard(discarded);
         }
-    });
-    fetches.collect()
+    }
 }

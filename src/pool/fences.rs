@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::fmt;
 use std::sync::Arc;
 
-use crate::base::Result;
+use crate::base::{Discarded, Result};
 use crate::index::FenceId;
 use crate::memory::{Event, Keep};
 use crate::transfer::Transfer;
@@ -103,23 +103,28 @@ impl Fences {
         self.keeps.iter().any(|(kept, _)| *kept == id)
     }
 
-    /// Returns all fences, to be polled without locks.
+    /// Returns all fences, to be polled.
     pub(super) fn list(&self) -> Vec<PendingFence> {
         self.waiting.clone()
     }
 
-    /// Removes the passed fences, and the owners that were kept until then. Drop them without locks: they may
-    /// be the last references to foreign objects.
-    pub(super) fn take_passed(&mut self, passed: &[FenceId]) -> Self {
-        Self {
-            waiting: self.waiting.extract_if(.., |waiting| passed.contains(&waiting.id)).collect(),
-            keeps: self.keeps.extract_if(.., |(id, _)| passed.contains(id)).collect(),
-        }
+    /// Discards the passed fences, and the owners that were kept until then.
+    pub(super) fn discard_passed(&mut self, passed: &[FenceId], discarded: &Discarded) {
+        self.discard_if(|id| passed.contains(&id), discarded);
     }
 
-    /// Removes all fences. Drop them without locks.
-    pub(super) fn take_all(&mut self) -> Self {
-        std::mem::take(self)
+    /// Discards all fences.
+    pub(super) fn clear(&mut self, discarded: &Discarded) {
+        self.discard_if(|_| true, discarded);
+    }
+
+    fn discard_if(&mut self, is_over: impl Fn(FenceId) -> bool, discarded: &Discarded) {
+        for over in self.waiting.extract_if(.., |waiting| is_over(waiting.id)) {
+            discarded.add(over.fence);
+        }
+        for (_, keep) in self.keeps.extract_if(.., |(id, _)| is_over(*id)) {
+            discarded.add(keep);
+        }
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &dyn Fence> {

@@ -326,7 +326,7 @@ impl FileStore {
     fn begin_get(&self, keys: Vec<PageHash>, rows: HostRows) -> Result<Arc<StoreTransfer>> {
         check_counts(&keys, &rows)?;
         check_memory(keys.len() * BOOKKEEPING)?;
-        // Those that are not used are dropped without the lock.
+        // Those that are not used are dropped after the lock.
         let mut rows: Vec<_> = rows.into_rows().map(Some).collect();
         let mut state = self.open_state()?;
         let found = |(page, key)| Some((page, state.slots.find(key)?));
@@ -367,7 +367,7 @@ impl FileStore {
     ) -> Result<Arc<StoreTransfer>> {
         check_counts(&keys, &rows)?;
         check_memory(keys.len() * BOOKKEEPING)?;
-        // Those that are not used are dropped without the lock.
+        // Those that are not used are dropped after the lock.
         let mut rows: Vec<_> = rows.into_rows().map(Some).collect();
         let mut guard = self.open_state()?;
         let state = &mut *guard;

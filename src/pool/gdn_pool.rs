@@ -280,7 +280,7 @@ impl GdnPool {
         self.executor.copy_rows(&self.rows, dst, src, stream)
     }
 
-    /// Returns an event to wait for, without locks, before `numbers` numbers are sent to the device, if it is
+    /// Returns an event to wait for before `numbers` numbers are sent to the device, if it is
     /// far behind.
     #[must_use]
     pub fn backpressure_event(&self, numbers: usize) -> Option<Arc<Event>> {
@@ -317,8 +317,7 @@ impl GdnPool {
         Ok(())
     }
 
-    /// Sets both states of slot `dst`. The caller must hold no lock: a long copy in host memory is a
-    /// [`run_blocking`] section.
+    /// Sets both states of slot `dst`. A long copy in host memory is a [`run_blocking`] section.
     ///
     /// # Errors
     /// See [`GdnPool::copy_states`].
@@ -341,7 +340,7 @@ impl GdnPool {
     }
 
     /// Takes the track slot that has been free longest, or returns `None`. Waits for the copy to or from a tier
-    /// that may still use it. The caller holds no lock.
+    /// that may still use it.
     pub fn alloc_track_slot(&self) -> Option<StateSlot> {
         let slot = self.tracks.lock().alloc_one()?.row;
         if let Some(copy) = self.track_copies.lock().remove(&slot) {

@@ -333,7 +333,7 @@ impl KvPool {
         self.executor.store_rows(layer, &stores, indices, stream)
     }
 
-    /// Returns an event to wait for, without locks, before `numbers` numbers are sent to the device, if it is
+    /// Returns an event to wait for before `numbers` numbers are sent to the device, if it is
     /// far behind.
     #[must_use]
     pub fn backpressure_event(&self, numbers: usize) -> Option<Arc<Event>> {

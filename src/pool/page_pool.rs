@@ -85,7 +85,7 @@ impl PagePool {
         let (backend, state) =
             (Arc::clone(backend), RankedMutex::new(LockRank::PagePool, PageState::default()));
         let pool = Self { config: *config, backend, page_bytes, state };
-        // Without the lock: zeros for every stream are waited for.
+        // Before the lock: zeros for every stream are waited for.
         let mut first = PageState::default();
         pool.add(&mut first, config.initial_pages, Contents::Zeros)?;
         *pool.state() = first;
@@ -146,7 +146,7 @@ impl PagePool {
     /// The error of the backend if it runs out of memory for new pages; nothing is changed.
     pub fn alloc(&self, stream: Stream) -> Result<Option<PoolPage>> {
         match self.take(stream) {
-            // Waits, without the lock, for memory that was given back while it was in use.
+            // Waits for memory that was given back while it was in use.
             Err(failure) if failure.kind() == ErrorKind::OutOfMemory && release_parked() => self.take(stream),
             taken => taken,
         }

@@ -380,7 +380,7 @@ impl PrefixCache {
     }
 
     /// Waits up to `timeout` until no copy to host memory and no write to the store is in progress. Returns
-    /// whether none is. The caller must hold no lock.
+    /// whether none is.
     ///
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed, which ends no copy.

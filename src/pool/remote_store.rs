@@ -150,7 +150,7 @@ impl RemoteStore {
         let (reads, writes) = (std::mem::take(&mut state.reads), std::mem::take(&mut state.writes));
         drop(state);
         self.shared.changed.notify_all();
-        // Dropped without the lock, which their drop takes.
+        // Their drop takes the lock.
         drop((reads, writes));
     }
 

@@ -296,7 +296,7 @@ impl ReqToTokenPool {
         self.config.rows()
     }
 
-    /// Returns an event to wait for, without locks, before `numbers` numbers are sent to the device, if it is
+    /// Returns an event to wait for before `numbers` numbers are sent to the device, if it is
     /// far behind.
     #[must_use]
     pub fn backpressure_event(&self, numbers: usize) -> Option<Arc<Event>> {
@@ -313,8 +313,8 @@ impl ReqToTokenPool {
     }
 
     /// Writes `values` to the table; a single value goes to every place. On a GPU it is one launch on
-    /// `stream`. Arguments that are part of the table are read first, with a wait, without the lock, if the host
-    /// does not know them.
+    /// `stream`. Arguments that are part of the table are read first, with a wait, if the host does not know
+    /// them.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a place outside of the table,

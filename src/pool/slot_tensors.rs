@@ -11,15 +11,15 @@ use std::ops::{Deref, DerefMut, Range};
 use std::sync::{Arc, Weak};
 
 use crate::base::{
-    Device, Epoch, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result, Slot,
-    try_collect, try_with_capacity, widen,
+    Device, Discarded, Epoch, Error, ErrorKind, Id, IndexDType, IndexNumber, IndexVec, PADDING, Page, Result,
+    Slot, try_collect, try_with_capacity, widen,
 };
 use crate::index::{
     CallRecord, Fit, Ledger, Ledgered, Moment, OnBadFree, Order, Owner, Run, SlotAllocator, SlotList,
     SlotStats,
 };
 use crate::kernels::GrowingBatch;
-use crate::memory::{Backend, BorrowedTensor, Event, Keep, Stream};
+use crate::memory::{Backend, BorrowedTensor, Event, Stream};
 use crate::tensor::TensorView;
 use crate::tensor::dlpack::IndexExport;
 use crate::transfer::Transfer;
@@ -353,7 +353,7 @@ impl SlotTensors {
     }
 
     /// Returns the copies that may still use pages which are no longer free, with these pages. The owner of
-    /// the pages has to wait for them, without locks.
+    /// the pages has to wait for them.
     #[cold]
     pub(super) fn take_copied(&mut self) -> Vec<CopiedPages> {
         let mut taken = Vec::new();
@@ -380,7 +380,7 @@ impl SlotTensors {
         self.poison_runs(&runs, stream)
     }
 
-    /// Returns the copies to slots that may not be over, to be stopped without locks.
+    /// Returns the copies to slots that may not be over, to be stopped.
     pub(super) fn take_writers(&mut self) -> Vec<Arc<Transfer>> {
         std::mem::take(&mut self.writers)
     }
@@ -594,7 +594,7 @@ impl SlotTensors {
         view.inspect_err(|_| self.slots.undo(slots.iter().copied(), &[]))
     }
 
-    /// Returns an event to wait for, without locks, before more slots are taken, if the device is far behind.
+    /// Returns an event to wait for before more slots are taken, if the device is far behind.
     pub(super) fn backpressure_event(&self) -> Option<Arc<Event>> {
         self.stage.as_ref()?.backpressure_event()
     }
@@ -628,14 +628,13 @@ impl SlotTensors {
         self.slots.merge();
     }
 
-    /// Frees every slot, closes groups and discards fences and pending frees. Returns the owners of their
-    /// tensors and the fences. Drop them without locks.
-    pub(super) fn clear(&mut self) -> (Vec<Keep>, Fences) {
-        let mut keeps = abandon(self.group.drain(..).map(|(part, _)| part));
-        keeps.extend(self.deferred.clear());
+    /// Frees every slot, closes groups and discards fences and pending frees.
+    pub(super) fn clear(&mut self, discarded: &Discarded) {
+        abandon(self.group.drain(..).map(|(part, _)| part), discarded);
+        self.deferred.clear(discarded);
         self.slots.clear();
         self.copied.clear();
-        (keeps, self.fences.take_all())
+        self.fences.clear(discarded);
     }
 
     /// Returns the free pages in the order in which they are handed out, without a merge.

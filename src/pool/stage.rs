@@ -238,7 +238,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Returns an event to wait for, without locks, before more slots are sent to the device, if it is far
+    /// Returns an event to wait for before more slots are sent to the device, if it is far
     /// behind.
     pub(super) fn backpressure_event(&self) -> Option<Arc<Event>> {
         self.ring.backpressure_event(0)

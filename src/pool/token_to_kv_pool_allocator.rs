@@ -6,8 +6,8 @@ use std::sync::{Arc, Weak};
 use crate::base::bounded::narrow;
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{
-    Device, Epoch, Error, Id, IndexDType, IndexVec, Page, Result, Slot, run_blocking, try_with_capacity,
-    widen,
+    Device, Discarded, Epoch, Error, Id, IndexDType, IndexVec, Page, Result, Slot, assert_may_wait,
+    run_blocking, try_with_capacity, widen,
 };
 use crate::index::{
     AbandonedRequest, BadFrees, FenceId, Fit, Ledgered, OnBadFree, Order, Owner, SlotAllocator, SlotStats,
@@ -296,8 +296,8 @@ impl TokenToKvPoolAllocator {
     /// were freed since, is invalid, also if they were handed out again.
     ///
     /// Values that only a device has are copied in the order of `stream`, without waiting unless more values
-    /// are in flight than the pool has slots; then the call waits, without locks, for its own values. The
-    /// result of `keep` keeps the tensor alive until then, and is dropped without locks.
+    /// are in flight than the pool has slots; then the call waits for its own values. The result of
+    /// `keep` keeps the tensor alive until then, and is dropped without locks.
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid free;
@@ -312,7 +312,7 @@ impl TokenToKvPoolAllocator {
         keep: impl FnOnce() -> Option<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
-        // Owners that a failed call does not use are dropped when no lock is held.
+        // A call that is tried again asks for one owner at most.
         let mut keep = Some(keep);
         let mut keep = || keep.take().and_then(|keep| keep());
         let source = origin.map(|origin| Source::new(origin, slots));
@@ -324,7 +324,7 @@ impl TokenToKvPoolAllocator {
         }
     }
 
-    /// Goes on with a free for which something must be found out without locks.
+    /// Goes on with a free for which something must be found out first.
     #[cold]
     fn free_slowly(
         &self,
@@ -341,7 +341,7 @@ impl TokenToKvPoolAllocator {
                 Freed::Done(bad) => return Ok(bad),
                 Freed::Unread => {
                     source = Source::of(slots);
-                    read = Some(read_without_locks(slots, stream)?);
+                    read = Some(read_values(slots, stream)?);
                 }
                 Freed::Unproven => source.iter_mut().for_each(Source::prove),
             }
@@ -366,8 +366,7 @@ impl TokenToKvPoolAllocator {
         keep: impl Fn(usize) -> Option<Keep>,
         stream: Stream,
     ) -> Result<BadFrees> {
-        // Dropped without the lock: they may be the last owners of foreign objects.
-        let mut abandoned = Vec::new();
+        let discarded = Discarded::new();
         let mut sources: Vec<_> =
             origins.iter().map(|origin| origin.map(|origin| Source { origin, writes: None })).collect();
         let mut read = None;
@@ -375,7 +374,7 @@ impl TokenToKvPoolAllocator {
             let given = read.as_deref().unwrap_or(given);
             let pages = PagesOf { given, sources: &sources, freed_as };
             let freed = self.free_with(after, stream, |slots, id| {
-                slots.free_pages(pages, id, &keep, &mut abandoned, stream)
+                slots.free_pages(pages, id, &keep, &discarded, stream)
             })?;
             match freed {
                 Freed::Done(bad) => return Ok(bad),
@@ -385,7 +384,7 @@ impl TokenToKvPoolAllocator {
                     for (source, of_device) in sources.iter_mut().zip(of_device) {
                         *source = source.or(of_device);
                     }
-                    let known = given.iter().map(|given| read_without_locks(given, stream));
+                    let known = given.iter().map(|given| read_values(given, stream));
                     read = Some(known.collect::<Result<Vec<_>>>()?);
                 }
                 Freed::Unproven => sources.iter_mut().flatten().for_each(Source::prove),
@@ -457,9 +456,12 @@ impl TokenToKvPoolAllocator {
 
     /// Frees every slot, closes groups and discards fences and pending frees.
     pub fn clear(&self, stream: Stream) {
-        let kept = self.freeing(self.without_writers(stream), stream, |slots| Ok(slots.clear()));
-        // Dropped without the lock: they may be the last owners of foreign objects.
-        drop(kept);
+        let discarded = Discarded::new();
+        let cleared = self.freeing(self.without_writers(stream), stream, |slots| {
+            slots.clear(&discarded);
+            Ok(())
+        });
+        cleared.expect("a clear cannot fail");
     }
 
     /// Changes the number of slots. Frees every slot, as [`Self::clear`] does.
@@ -473,13 +475,12 @@ impl TokenToKvPoolAllocator {
         }
         let config = AllocatorConfig { size, ..self.config() };
         let resized = config.slots(&self.backend)?;
-        let (kept, poisoned) = self.freeing(self.without_writers(stream), stream, |slots| {
-            let kept = slots.clear();
+        let discarded = Discarded::new();
+        let (_replaced, poisoned) = self.freeing(self.without_writers(stream), stream, |slots| {
+            slots.clear(&discarded);
             let poisoned = slots.poison(stream);
-            Ok(((kept, slots.replace(resized)), poisoned))
+            Ok((slots.replace(resized), poisoned))
         })?;
-        // Dropped without the lock: they may be the last owners of foreign objects.
-        drop(kept);
         if let Err(failure) = poisoned {
             self.notify(Notice::NotPoisoned(&failure));
         }
@@ -525,7 +526,7 @@ impl TokenToKvPoolAllocator {
         stream: Stream,
         free: impl FnOnce(&mut SlotTensors, Option<FenceId>) -> Result<R>,
     ) -> Result<R> {
-        // The caller's own reference is dropped when no lock is held.
+        // Never the last reference: the caller has one.
         let fence = after.cloned();
         self.freeing(self.polled(stream)?, stream, |slots| slots.with_fence(fence, free))
     }
@@ -560,12 +561,13 @@ impl TokenToKvPoolAllocator {
     }
 
     /// Begins a call that changes slots while its caller holds other locks.
-    pub(super) const fn begin_call(&self, stream: Stream) -> AllocatorCall<'_> {
+    pub(super) fn begin_call(&self, stream: Stream) -> AllocatorCall<'_> {
         AllocatorCall::new(self, stream)
     }
 
-    /// Passes on a notice. The caller must hold no lock.
+    /// Passes on a notice, to code that may do anything.
     pub(super) fn notify(&self, notice: Notice<'_>) {
+        assert_may_wait();
         if let Some(on_notice) = &self.on_notice {
             on_notice(notice);
         }
@@ -594,8 +596,8 @@ impl TokenToKvPoolAllocator {
 
     /// Discards all fences. Their slots stay in use until [`Self::clear`].
     pub fn forget_fences(&self) {
-        let fences = self.lock().fences_mut().take_all();
-        drop(fences);
+        let discarded = Discarded::new();
+        self.lock().fences_mut().clear(&discarded);
     }
 
     /// Records that work on `stream` reads a tensor of slots: its memory is reused only after that work.
@@ -712,9 +714,8 @@ impl TokenToKvPoolAllocator {
     }
 }
 
-/// Returns the values of indices on any device. Waits for those that only a device has; the caller must hold
-/// no lock.
-fn read_without_locks(indices: &Indices<'_>, stream: Stream) -> Result<Indices<'static>> {
+/// Returns the values of indices on any device. Waits for those that only a device has.
+fn read_values(indices: &Indices<'_>, stream: Stream) -> Result<Indices<'static>> {
     run_blocking(|| values_now(indices.clone(), stream)).map(Indices::Host)
 }
 

@@ -9,7 +9,7 @@ use std::thread::{self, ThreadId};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::sync::lock;
-use crate::base::{DType, Device, Dims, Error, ErrorKind, Result};
+use crate::base::{DType, Device, Dims, Discarded, Error, ErrorKind, Result};
 use crate::index::{Arena, IndexState};
 use crate::memory::{ALIGNMENT, Backend, Contents, Gpu, Region, RegionWriter, Stream};
 use crate::tensor::TensorView;
@@ -344,14 +344,14 @@ impl Workspace {
     /// [`ErrorKind::State`] for a thread that is not the owner, and between [`Workspace::enter`] and
     /// [`Workspace::leave`].
     pub fn close(&self) -> Result<()> {
+        let discarded = Discarded::new();
         let mut shared = self.lock();
         if let Some(arena) = &*shared {
             as_owner(arena, |_, state| state.expect_left())?;
         }
-        let closed = shared.take();
-        drop(shared);
-        // Without the lock: the memory may be freed now, which waits for a device.
-        drop(closed);
+        if let Some(closed) = shared.take() {
+            discarded.add(closed);
+        }
         Ok(())
     }
 

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::base::bounded::signed;
 use crate::base::sync::lock;
-use crate::base::{DType, Error, IndexVec, Result, bytes_of, try_with_capacity};
+use crate::base::{DType, Discarded, Error, IndexVec, Result, bytes_of, try_with_capacity};
 use crate::kernels::indices::{Numbers, check_ints};
 use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Number, RegionRange, Reply, Ring, Stream};
 
@@ -42,10 +42,11 @@ impl PendingFetch {
         self.count
     }
 
-    /// Returns the owner that kept the tensor alive. Dropping it may run foreign code: hold no lock then.
-    #[must_use]
-    pub(crate) fn into_keep(self) -> Option<Keep> {
-        self.keep
+    /// Discards the owner that kept the tensor alive.
+    pub(crate) fn discard(self, discarded: &Discarded) {
+        if let Some(keep) = self.keep {
+            discarded.add(keep);
+        }
     }
 
     /// Returns the point after the copy.
@@ -179,8 +180,7 @@ fn is_copied_wide(tensor: &BorrowedTensor<'_>) -> bool {
     tensor.dtype() == DType::I64 || !tensor.is_contiguous()
 }
 
-/// Reads an index tensor on a device. Waits for the earlier work of `stream`. The caller must hold no lock of a
-/// pool.
+/// Reads an index tensor on a device. Waits for the earlier work of `stream`.
 ///
 /// # Errors
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it is neither int32 nor int64,

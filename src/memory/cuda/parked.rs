@@ -3,7 +3,7 @@
 //! Nothing waits for the whole device, since that would invalidate every capture on it. Only the streams that
 //! used the memory are waited for. While one of them is being captured, the memory is parked. Every later
 //! allocation or release tries again, without waiting, since memory is also allocated under locks; who holds
-//! none can wait, with [`release_parked`].
+//! none can wait, with [`release_parked`], which a debug build checks.
 
 use std::sync::{Arc, Mutex};
 
@@ -73,7 +73,7 @@ enum PendingWork {
 /// How to find out whether work is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Patience {
-    /// Waits for it. The caller holds no lock of a pool.
+    /// Waits for it.
     Waits,
     /// Asks the device.
     Asks,
@@ -83,7 +83,7 @@ enum Patience {
 static PARKED: Mutex<Vec<ParkedResource>> = Mutex::new(Vec::new());
 
 /// Releases a resource after the work of its users, for which it waits, on whatever device they are. While a user
-/// is being captured, the release is deferred. The caller holds no lock of a pool if there are users.
+/// is being captured, the release is deferred.
 ///
 /// # Safety
 /// It came from the driver in the context of `gpu`, is released once, and only work enqueued on `users` uses
@@ -118,7 +118,7 @@ pub(super) fn sweep() {
 }
 
 /// Waits for the users of memory that was given back while it could not be freed, as far as none of them is being
-/// captured, and frees it. Returns whether there was any. The caller must hold no lock of a pool.
+/// captured, and frees it. Returns whether there was any.
 pub(crate) fn release_parked() -> bool {
     !is_forked() && finish_all(Patience::Waits)
 }

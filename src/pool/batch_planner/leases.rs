@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::base::{Id, RequestRow, Result, try_collect, widen};
+use crate::base::{Discarded, Id, RequestRow, Result, try_collect, widen};
 use crate::memory::Stream;
 use crate::pool::Lease;
 use crate::pool::prefix_cache::{FencedLock, LeaseId};
@@ -23,7 +23,7 @@ impl BoundLease {
     }
 }
 
-/// The end of a request's lease: dropping it shortens the lease to `len` tokens, or releases it if that is 0.
+/// The end of a request's lease, a call of the cache: dropping it shortens the lease to `len` tokens, or releases it if that is 0.
 #[derive(Debug)]
 pub(super) struct LeaseEnd {
     lease: Arc<Lease>,
@@ -44,9 +44,9 @@ impl LeaseEnd {
         Self { lease, len, fenced, stream }
     }
 
-    /// Returns the end of the whole lease.
-    const fn of_whole(lease: Arc<Lease>, stream: Stream) -> Self {
-        Self { lease, len: 0, fenced: None, stream }
+    /// Has a whole lease end with the call.
+    fn discard(lease: Arc<Lease>, stream: Stream, discarded: &Discarded) {
+        discarded.add(Arc::new(Self { lease, len: 0, fenced: None, stream }));
     }
 }
 
@@ -65,9 +65,6 @@ pub(super) struct Leases {
     by_row: Vec<Option<BoundLease>>,
     /// The number of frees of rows up to which the leases of freed rows have ended.
     frees: u64,
-    /// Leases of requests whose rows were freed by another call, which end when this is dropped, without
-    /// locks.
-    retired: Vec<LeaseEnd>,
 }
 
 impl Leases {
@@ -77,34 +74,49 @@ impl Leases {
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate it.
     pub(super) fn new(table: &RequestTable) -> Result<Self> {
         let by_row = try_collect((0..table.table_rows()).map(|_| None))?;
-        Ok(Self { by_row, frees: table.rows().frees(), retired: Vec::new() })
+        Ok(Self { by_row, frees: table.rows().frees() })
     }
 
     /// Makes `lease` the lease of the request in `row`.
-    pub(super) fn bind(&mut self, row: RequestRow, lease: Arc<Lease>, table: &RequestTable, stream: Stream) {
+    pub(super) fn bind(
+        &mut self,
+        row: RequestRow,
+        lease: Arc<Lease>,
+        table: &RequestTable,
+        stream: Stream,
+        discarded: &Discarded,
+    ) {
         let bound = BoundLease { generation: table.rows().generation(row), lease };
-        let earlier = self.by_row[widen(row.number())].replace(bound);
-        self.retired.extend(earlier.map(|bound| LeaseEnd::of_whole(bound.lease, stream)));
+        if let Some(earlier) = self.by_row[widen(row.number())].replace(bound) {
+            LeaseEnd::discard(earlier.lease, stream, discarded);
+        }
     }
 
-    /// Retires the leases of requests whose rows were freed by another call. It checks them only if there
-    /// was one, and returns whether there was.
-    pub(super) fn retire_freed(&mut self, table: &RequestTable, stream: Stream) -> bool {
+    /// Discards the leases of requests whose rows were freed by another call. It checks them only if there was
+    /// one, and returns whether there was.
+    pub(super) fn discard_freed(
+        &mut self,
+        table: &RequestTable,
+        stream: Stream,
+        discarded: &Discarded,
+    ) -> bool {
         let frees = table.rows().frees();
         if std::mem::replace(&mut self.frees, frees) == frees {
             return false;
         }
         for (row, place) in (0..).map(RequestRow::new).zip(&mut self.by_row) {
             let is_over = |bound: &mut BoundLease| !bound.is_of(row, table);
-            self.retired.extend(place.take_if(is_over).map(|bound| LeaseEnd::of_whole(bound.lease, stream)));
+            if let Some(bound) = place.take_if(is_over) {
+                LeaseEnd::discard(bound.lease, stream, discarded);
+            }
         }
         true
     }
 
-    /// Retires all leases: the allocator of their pages was cleared.
-    pub(super) fn retire_all(&mut self, stream: Stream) {
+    /// Discards all leases: the allocator of their pages was cleared.
+    pub(super) fn discard_all(&mut self, stream: Stream, discarded: &Discarded) {
         let bound = self.by_row.iter_mut().filter_map(Option::take);
-        self.retired.extend(bound.map(|bound| LeaseEnd::of_whole(bound.lease, stream)));
+        bound.for_each(|bound| LeaseEnd::discard(bound.lease, stream, discarded));
     }
 
     /// Returns the lease of a request.
@@ -121,12 +133,6 @@ impl Leases {
     /// Removes the lease of a request, which gives it up.
     pub(super) fn remove(&mut self, row: RequestRow) {
         self.by_row[widen(row.number())] = None;
-    }
-
-    /// Takes the leases that were retired, to be dropped without locks: leases end in the cache.
-    #[must_use]
-    pub(super) fn take_retired(&mut self) -> Vec<LeaseEnd> {
-        std::mem::take(&mut self.retired)
     }
 
     /// Records that the planner itself has freed rows, whose leases have ended.

@@ -124,7 +124,7 @@ impl PlanMetadata {
         self.plans
     }
 
-    /// Returns an event to wait for, without locks, before more numbers are sent to the device, if it is far
+    /// Returns an event to wait for before more numbers are sent to the device, if it is far
     /// behind.
     pub(super) fn backpressure_event(&self, numbers: usize) -> Option<Arc<Event>> {
         self.executor.backpressure_event(numbers)

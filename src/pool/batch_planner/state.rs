@@ -6,7 +6,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::{
-    Epoch, Error, Id, IndexNumber, IndexVec, Page, RequestRow, Result, try_collect, try_with_capacity, widen,
+    Discarded, Epoch, Error, Id, IndexNumber, IndexVec, Page, RequestRow, Result, try_collect,
+    try_with_capacity, widen,
 };
 use crate::index::{AbandonedRequest, CallRecord, Growth, GrowthRequest, Owner, PageList, Requests};
 use crate::kernels::Indices;
@@ -29,6 +30,8 @@ pub(super) use release::Release;
 pub(super) struct Pools<'a> {
     pub(super) slots: SlotsAt<'a>,
     pub(super) table: &'a mut RequestTable,
+    /// What is dropped when the pools are no longer locked: the ends of leases, which are calls of a cache.
+    pub(super) discarded: &'a Discarded,
 }
 
 /// Padding of a batch with requests of the padding row.
@@ -89,31 +92,36 @@ impl PlannerState {
             let requests = Requests::new(table.table_rows(), slots.slots())?;
             (requests, Leases::new(&table)?, slots.epoch(), PoolSizes::of(slots.slots(), &table))
         };
-        // Without the locks, as new memory is waited for. Another epoch that begins meanwhile is noticed later.
+        // New memory is waited for. Another epoch that begins meanwhile is noticed later.
         let metadata = PlanMetadata::new(config, backend, sizes)?;
         Ok(Self { requests, metadata, leases, epoch })
     }
 
     /// Ends the tokens and the leases of all requests if the allocator has begun another epoch.
-    pub(super) fn enter(&mut self, epoch: Epoch, stream: Stream) {
+    pub(super) fn enter(&mut self, epoch: Epoch, stream: Stream, discarded: &Discarded) {
         if self.epoch != epoch {
             self.epoch = epoch;
             self.requests.clear();
-            self.leases.retire_all(stream);
+            self.leases.discard_all(stream, discarded);
             self.metadata.record_change();
         }
     }
 
     /// Returns the slots of the allocator, whose epoch the planner has entered.
-    pub(super) fn enter_slots<'a>(&mut self, slots: &'a mut SlotTensors, stream: Stream) -> SlotsAt<'a> {
-        self.enter(slots.epoch(), stream);
+    pub(super) fn enter_slots<'a>(
+        &mut self,
+        slots: &'a mut SlotTensors,
+        stream: Stream,
+        discarded: &Discarded,
+    ) -> SlotsAt<'a> {
+        self.enter(slots.epoch(), stream, discarded);
         slots.at(self.epoch).expect("it was entered")
     }
 
-    /// Retires the leases of requests whose rows were freed by another call, and finds those that have
-    /// abandoned pages.
-    pub(super) fn retire_freed(&mut self, table: &RequestTable, stream: Stream) {
-        if self.leases.retire_freed(table, stream) {
+    /// Discards the leases of requests whose rows were freed by another call, and finds those that have abandoned
+    /// pages.
+    pub(super) fn end_freed(&mut self, table: &RequestTable, stream: Stream, discarded: &Discarded) {
+        if self.leases.discard_freed(table, stream, discarded) {
             self.requests.find_abandoned(table.rows());
         }
     }
@@ -189,7 +197,7 @@ impl PlannerState {
         claims: &mut [Option<Claim>],
         stream: Stream,
     ) -> Result<TakeResult<Plan>> {
-        let Pools { slots, table } = pools;
+        let Pools { slots, table, discarded } = pools;
         let (rows, count) = (batch.rows, batch.rows.len());
         let cached = if batch.prefixes.is_empty() { count } else { batch.prefixes.len() };
         if [batch.prefix_lens.len(), batch.seq_lens.len(), cached] != [count; 3] {
@@ -219,7 +227,7 @@ impl PlannerState {
         let mut pages_of_prefixes = try_with_capacity(count)?;
         pages_of_prefixes.extend(prefixes.map(CachedPages::pages_mut));
         let planned = self.plan(
-            Pools { slots, table },
+            Pools { slots, table, discarded },
             &growths,
             &mut pages_of_prefixes,
             Padding::none(count),
@@ -228,7 +236,7 @@ impl PlannerState {
         if planned.is_ok() {
             for (growth, claim) in growths.iter().zip(&*claims) {
                 if let Some(claim) = claim {
-                    self.leases.bind(growth.row, claim.keep(), table, stream);
+                    self.leases.bind(growth.row, claim.keep(), table, stream, discarded);
                 }
             }
         }
@@ -307,7 +315,7 @@ impl PlannerState {
         pad_to: Option<&[usize]>,
         stream: Stream,
     ) -> Result<TakeResult<Plan>> {
-        let Pools { slots, table } = pools;
+        let Pools { slots, table, discarded } = pools;
         let count = rows.len();
         if tokens_per_req == 0 {
             return Err(Error::argument("tokens_per_req is 0; it must be at least 1"));
@@ -332,7 +340,7 @@ impl PlannerState {
             IndexVec::I64(seq_lens) => self.decode_growths(&rows, seq_lens, width),
         }?;
         let padding = Padding { batch_size, tokens_per_req };
-        self.plan(Pools { slots, table }, &growths, &mut [], padding, stream)
+        self.plan(Pools { slots, table, discarded }, &growths, &mut [], padding, stream)
     }
 
     /// Returns the growth of each request of a decode step to its length, of which `width` tokens are new.
@@ -409,7 +417,7 @@ impl PlannerState {
         padding: Padding,
         stream: Stream,
     ) -> Result<TakeResult<Plan>> {
-        let Pools { mut slots, table } = pools;
+        let Pools { mut slots, table, .. } = pools;
         for (position, growth) in batch.iter().enumerate() {
             self.requests.check_open(position, *growth, slots.slots())?;
         }
@@ -466,7 +474,7 @@ impl PlannerState {
         claim: Option<&Claim>,
         stream: Stream,
     ) -> Result<TakeResult<[TensorView; 2]>> {
-        let Pools { mut slots, table } = pools;
+        let Pools { mut slots, table, discarded } = pools;
         let rows = self.resolve(&IndexVec::I64(vec![src, dst]), table)?;
         let (src, dst) = (rows[0], rows[1]);
         let (has, taken) = (self.requests.len(src), self.requests.len(dst));
@@ -503,7 +511,7 @@ impl PlannerState {
         growing.keep();
         self.record_holder(dst, 0, &mut slots, table);
         if let Some(claim) = claim {
-            self.leases.bind(dst, claim.keep(), table, stream);
+            self.leases.bind(dst, claim.keep(), table, stream, discarded);
         }
         Ok(Ok(copied))
     }

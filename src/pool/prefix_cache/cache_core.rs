@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use crate::base::lock_order::{RankedGuard, RankedMutex};
-use crate::base::{Epoch, Page, Result, StateSlot};
+use crate::base::{Discarded, Epoch, Page, Result, StateSlot};
 use crate::cache::{
     AGE_BUCKETS, BlockTokens, Cause, DevicePresence, Evicted, Hold, OfferedPages, Pressure, ResumeAt, Tree,
     TreeStats,
@@ -72,7 +72,7 @@ impl CacheState {
         self.epoch
     }
 
-    /// Waits for the copies to the tier below, before the cache is dropped. The caller holds no lock.
+    /// Waits for the copies to the tier below, before the cache is dropped.
     pub(super) fn finish_writes(&mut self, allocator: Option<&TokenToKvPoolAllocator>) {
         if let Self { below: Some(below), tree, epoch, .. } = self {
             below.finish(tree, || allocator.is_none_or(|allocator| allocator.lock().epoch() == *epoch));
@@ -85,9 +85,9 @@ impl CacheState {
         Some(Arc::clone(backing.cache_ref()))
     }
 
-    /// Loads from the tier below that may be in flight. Drop them without locks.
-    pub(super) fn shared_loads(&self) -> Vec<Arc<SharedLoad>> {
-        self.below.as_ref().map_or(Vec::new(), TierLink::shared_loads)
+    /// Returns the loads from the tier below that may be in flight. The caller may become their last owner.
+    pub(super) fn shared_loads(&self) -> impl Iterator<Item = Arc<SharedLoad>> {
+        self.below.iter().flat_map(TierLink::shared_loads)
     }
 
     /// Publishes the pages of a load that have arrived in the tree, after `hold`, unless that was done before.
@@ -109,8 +109,8 @@ impl CacheState {
 }
 
 impl CacheCore {
-    /// Begins a call of the cache, whose allocator is `allocator`, on a stream. The caller holds no lock.
-    pub(super) const fn begin_call<'a>(
+    /// Begins a call of the cache, whose allocator is `allocator`, on a stream. Do so before any lock is taken.
+    pub(super) fn begin_call<'a>(
         &'a self,
         allocator: &'a TokenToKvPoolAllocator,
         stream: Stream,
@@ -317,10 +317,13 @@ impl Reclaim for CacheCore {
     }
 
     fn locked(&self) -> Vec<Page> {
+        let discarded = Discarded::new();
         let cache = self.state.lock();
-        let (mut pages, loads) = (cache.tree.locked_pages(), cache.shared_loads());
-        drop(cache);
-        pages.extend(loads.iter().flat_map(|load| load.pages_in_flight()));
+        let mut pages = cache.tree.locked_pages();
+        for load in cache.shared_loads() {
+            pages.extend(load.pages_in_flight());
+            discarded.add(load);
+        }
         pages
     }
 }

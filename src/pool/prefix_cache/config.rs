@@ -14,7 +14,8 @@ pub struct PrefixCacheConfig {
     pub max_pinned: f64,
     /// The owner of cached pages in reports.
     pub name: String,
-    /// Hashes the keys of pages for [`PrefixCache::take_events`](super::PrefixCache::take_events); without it there are no events.
+    /// Hashes the keys of pages for [`PrefixCache::take_events`](super::PrefixCache::take_events); without it
+    /// there are no events.
     pub events: Option<Digest>,
 }
 

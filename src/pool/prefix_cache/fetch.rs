@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::sync::Condvar;
-use crate::base::{Epoch, Result};
+use crate::base::{Discarded, Epoch, Result};
 use crate::cache::{Continuation, LowerTierContents as _, Namespace, OfferedPages, PageHash};
 use crate::pool::host_tier::{HeldPieces, IncomingPieces, PieceKind};
 use crate::pool::{HostTier, StoreTransfer};
@@ -280,13 +280,13 @@ impl FetchJob<'_> {
 
     /// Keeps pieces as long as the fetch lives.
     fn keep(&self, pieces: HeldPieces) {
+        let discarded = Discarded::new();
         let mut state = self.progress.state.lock();
-        // Dropped without the lock.
-        if !state.is_given_up {
-            return state.held.push(pieces);
+        if state.is_given_up {
+            discarded.add(Arc::new(pieces));
+        } else {
+            state.held.push(pieces);
         }
-        drop(state);
-        drop(pieces);
     }
 
     fn page_size(&self) -> usize {

@@ -12,7 +12,7 @@ use super::released::EndedLoad;
 
 /// A prefix cache, which takes back what a load had, and lets the threads of the store change it.
 pub(super) trait CacheHome: Send + Sync {
-    /// Gives back the pages of a load that is over or was given up. The caller holds no lock.
+    /// Gives back the pages of a load that is over or was given up.
     fn end_load(&self, ended: EndedLoad);
 
     /// Makes places in the tier below for pages from a store, and records what the tier evicted for them.

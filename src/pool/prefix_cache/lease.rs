@@ -66,7 +66,8 @@ impl Lease {
     /// Returns the tokens of the prefix, in whole pages.
     ///
     /// # Errors
-    /// [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) after its release, or when the allocator was cleared.
+    /// [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) after its release, or when the allocator
+    /// was cleared.
     pub fn len(&self) -> Result<usize> {
         self.with(self.stream, |_, _, lease| Ok(lease.len()))
     }
@@ -123,17 +124,11 @@ impl Lease {
         work: impl FnOnce(&CacheCall<'_>, &mut CacheState, &mut LeaseState) -> Result<R>,
     ) -> Result<R> {
         let call = self.shared.begin_call(&self.allocator, stream);
-        // Dropped without locks.
-        let ended;
         let mut guard = self.state.lock();
         let Some(lease) = guard.as_mut() else { return Err(released_error()) };
         let mut cache = call.at(self.epoch).ok_or_else(cleared_error)?;
-        ended = lease.settle(&call, &mut cache, stream)?;
-        let answer = work(&call, &mut cache, lease);
-        drop(cache);
-        drop(guard);
-        drop(ended);
-        answer
+        lease.settle(&call, &mut cache, stream)?;
+        work(&call, &mut cache, lease)
     }
 
     /// Returns a lock made of a hold that the lease has given up, and of the load behind it.
@@ -238,7 +233,8 @@ impl Lease {
     /// Makes this the lease of `request`, and returns the pages.
     ///
     /// # Errors
-    /// See [`Self::len`]; also [`ErrorKind::State`] when it is that of another request.
+    /// See [`Self::len`]; also [`ErrorKind::State`](crate::base::ErrorKind::State) when it is that of another
+    /// request.
     pub(in crate::pool) fn bind(&self, request: LeasingRequest) -> Result<PageList> {
         self.with(self.stream, |_, cache, lease| {
             if let Some(other) = lease.request() {
@@ -267,7 +263,7 @@ impl Lease {
     /// Checks that the pages are still those of the allocator, whose lock the caller holds.
     ///
     /// # Errors
-    /// [`ErrorKind::Stale`] when it was cleared.
+    /// [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) when it was cleared.
     pub(in crate::pool) fn check_epoch(&self, slots: &SlotTensors) -> Result<()> {
         if slots.epoch() == self.epoch { Ok(()) } else { Err(cleared_error()) }
     }
@@ -316,20 +312,18 @@ impl Lease {
     fn end_if(&self, is_over: impl FnOnce(&mut LeaseState) -> bool, stream: Stream) {
         let lease = self.state.lock().take_if(is_over);
         let Some(mut lease) = lease else { return };
-        // Dropped without locks.
-        let mut ended = None;
         let call = self.shared.begin_call(&self.allocator, stream);
         if lease.load.is_some()
             && let Some(mut cache) = call.at(self.epoch)
         {
-            ended = lease.settle(&call, &mut cache, stream).unwrap_or_default();
+            // A lease that ends reports no failure of a device.
+            let _ = lease.settle(&call, &mut cache, stream);
         }
         let LeaseState { hold, load, .. } = lease;
         call.release(hold, self.epoch);
         if let Some(fallback) = load.and_then(LeaseLoad::into_fallback) {
             call.release(fallback, self.epoch);
         }
-        drop(ended);
     }
 }
 

@@ -80,16 +80,16 @@ impl LeaseState {
     }
 
     /// Moves the hold to the end of a load that is known to be complete, in the order of `stream`, or gives up
-    /// one that has failed, which is returned, to be dropped without locks.
+    /// one that has failed.
     pub(super) fn settle(
         &mut self,
         call: &CacheCall<'_>,
         cache: &mut CacheState,
         stream: Stream,
-    ) -> Result<Option<LeaseLoad>> {
+    ) -> Result<()> {
         let has_request = self.request().is_some();
         let Self { hold, load, .. } = self;
-        let Some(load) = load.as_mut().filter(|load| !load.has_arrived) else { return Ok(None) };
+        let Some(load) = load.as_mut().filter(|load| !load.has_arrived) else { return Ok(()) };
         let may_give_up = !has_request && load.shared.has_failed()?;
         if load.shared.is_complete_on(stream)? {
             cache.arrive(&load.shared, hold);
@@ -99,20 +99,20 @@ impl LeaseState {
             }
             call.copy_offers_to_tier(cache);
         } else if may_give_up {
-            return Ok(self.give_up_load(call, cache));
+            self.give_up_load(call, cache);
         }
-        Ok(None)
+        Ok(())
     }
 
-    /// Gives up a load in flight: the lease ends where it did before. Returns the load, to be dropped without
-    /// locks.
-    pub(super) fn give_up_load(&mut self, call: &CacheCall<'_>, cache: &mut CacheState) -> Option<LeaseLoad> {
-        let mut given_up = self.load.take_if(|load| !load.has_arrived)?;
-        if let Some(fallback) = given_up.fallback.take() {
+    /// Gives up a load in flight: the lease ends where it did before. Returns whether there was one.
+    pub(super) fn give_up_load(&mut self, call: &CacheCall<'_>, cache: &mut CacheState) -> bool {
+        let Some(given_up) = self.load.take_if(|load| !load.has_arrived) else { return false };
+        if let Some(fallback) = given_up.fallback {
             let evicted = cache.tree.release(std::mem::replace(&mut self.hold, fallback));
             call.give_back(cache, evicted);
         }
-        Some(given_up)
+        call.slots.discard(given_up.shared);
+        true
     }
 
     /// Returns the request that keeps the lease, unless its planner was dropped.

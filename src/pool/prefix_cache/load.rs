@@ -10,6 +10,7 @@ use crate::memory::Stream;
 use crate::pool::HostTier;
 use crate::pool::host_tier::HeldPieces;
 
+use super::cache_core::{CacheCall, CacheState};
 use super::lease::Lease;
 use super::lease_state::LeaseState;
 use super::loading::{Copies, LeaseLoad, Loadable, LoadedPages, SharedLoad};
@@ -51,7 +52,7 @@ impl Load {
     /// device, the calling thread waits. The host does not wait for a device.
     ///
     /// # Errors
-    /// See [`crate::transfer::Transfer::make_stream_wait`].
+    /// See [`Transfer::make_stream_wait`](crate::transfer::Transfer::make_stream_wait).
     pub fn wait_layer(&self, layer: usize, stream: Stream) -> Result<()> {
         self.copies.as_ref().map_or(Ok(()), |copies| copies.make_stream_wait(layer, stream))
     }
@@ -100,9 +101,8 @@ impl fmt::Debug for Load {
 enum LoadStart<'a> {
     /// Nothing: there is nothing to load, or another load does it.
     Done(Load),
-    /// Nothing can be loaded: there is no track slot for the state, or the tier has lost a page since. The
-    /// lock of the prefix on the device is dropped without other locks.
-    Short { _lock: PrefixLock },
+    /// Nothing can be loaded: there is no track slot for the state, or the tier has lost a page since.
+    Short,
     /// Take pages, and copy to them.
     Copy(Box<LoadRequest<'a>>),
 }
@@ -196,10 +196,8 @@ impl Lease {
         if let Some(gpu) = self.allocator.gpu() {
             gpu.check_not_capturing(stream, "a load, whose copies run beside it,")?;
         }
-        // Dropped without locks.
-        let loads = self.shared.state.lock().shared_loads();
-        let request = match self.begin_load(limit, &loads, stream)? {
-            LoadStart::Short { .. } => return Ok(None),
+        let request = match self.begin_load(limit, stream)? {
+            LoadStart::Short => return Ok(None),
             LoadStart::Done(load) => return Ok(Some(load)),
             LoadStart::Copy(request) => *request,
         };
@@ -275,13 +273,8 @@ impl Lease {
         })
     }
 
-    /// Decides what to load, and locks it in the tier. `loads` are those in flight for other leases.
-    fn begin_load(
-        self: &Arc<Self>,
-        limit: usize,
-        loads: &[Arc<SharedLoad>],
-        stream: Stream,
-    ) -> Result<LoadStart<'_>> {
+    /// Decides what to load, and locks it in the tier.
+    fn begin_load(self: &Arc<Self>, limit: usize, stream: Stream) -> Result<LoadStart<'_>> {
         self.with(stream, |call, cache, lease| {
             check_idle(lease)?;
             let nothing = || Ok(LoadStart::Done(Load::new(Weak::new(), None, 0)));
@@ -314,26 +307,28 @@ impl Lease {
                 return Ok(LoadStart::Done(Load::new(Weak::new(), None, cached)));
             }
             let tokens = try_to_vec(&tokens[cached..])?;
-            if let Some(shared) = loads.iter().find(|load| load.covers(&keys, is_stateful)) {
+            if let Some(shared) = find_load(call, cache, |load| load.covers(&keys, is_stateful)) {
                 let fallback = Some(std::mem::replace(&mut lease.hold, hold));
-                let (shared, len) = (Arc::clone(shared), tokens.len());
+                let len = tokens.len();
                 let load = Load::new(Arc::downgrade(self), Some(&shared), cached + len);
                 (lease.loadable, lease.load) =
                     (Loadable::default(), Some(LeaseLoad { shared, len, fallback, has_arrived: false }));
                 return Ok(LoadStart::Done(load));
             }
             let lock = self.lock_of(hold, None, stream);
+            let short = |lock: PrefixLock| {
+                call.slots.discard(Arc::new(lock));
+                Ok(LoadStart::Short)
+            };
             let state = match self.shared.states.as_ref().filter(|_| is_stateful) {
                 None => None,
                 Some(states) => match TakenSlot::new(states, &self.shared.owner, cache, &mut lease.hold) {
-                    None => return Ok(LoadStart::Short { _lock: lock }),
+                    None => return short(lock),
                     taken => taken,
                 },
             };
             let state_key = state.as_ref().map(|_| &state_key);
-            let Some(pieces) = tier.hold(&keys, state_key) else {
-                return Ok(LoadStart::Short { _lock: lock });
-            };
+            let Some(pieces) = tier.hold(&keys, state_key) else { return short(lock) };
             Ok(LoadStart::Copy(Box::new(LoadRequest { begin, lock, keys, tokens, pieces, state, tier })))
         })
     }
@@ -354,11 +349,23 @@ impl Lease {
             }
             Ok(lease.give_up_load(call, cache))
         });
-        match ended {
-            Err(error) if error.kind() == ErrorKind::Stale => Ok(false),
-            ended => ended.map(|ended| ended.is_some()),
-        }
+        ended.or_else(|error| if error.kind() == ErrorKind::Stale { Ok(false) } else { Err(error) })
     }
+}
+
+/// Returns the first of the loads in flight that `is_sought`.
+fn find_load(
+    call: &CacheCall<'_>,
+    cache: &CacheState,
+    is_sought: impl Fn(&SharedLoad) -> bool,
+) -> Option<Arc<SharedLoad>> {
+    for load in cache.shared_loads() {
+        if is_sought(&load) {
+            return Some(load);
+        }
+        call.slots.discard(load);
+    }
+    None
 }
 
 /// Checks that a lease can load.

@@ -36,9 +36,7 @@ pub(super) struct LoadedPages {
 }
 
 /// A load that leases share: it copies a part of a prefix from the tier below to pages of the cache. The tree
-/// gets these pages when they are complete.
-///
-/// Drop it without locks.
+/// gets these pages when they are complete. Its drop is a call of the cache.
 pub(super) struct SharedLoad {
     home: Arc<dyn CacheHome>,
     /// The epoch of the allocator in which its pages were taken.

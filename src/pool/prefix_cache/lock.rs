@@ -10,7 +10,7 @@ use crate::memory::Stream;
 use super::cache_core::CacheCore;
 use super::loading::LeaseLoad;
 
-/// A lock of a prefix: its pages are not evicted. Drop it without other locks.
+/// A lock of a prefix: its pages are not evicted. Its drop is a call of the cache.
 ///
 /// An allocator may keep it until a fence has passed. It keeps the cache, which does not keep the allocator.
 pub(in crate::pool) struct PrefixLock {

@@ -47,7 +47,7 @@ impl Lease {
     /// between are freed.
     ///
     /// With a state, a snapshot of it is kept at the new end of the lease, if there is a track slot for it.
-    /// It is copied first, without locks.
+    /// It is copied first.
     ///
     /// # Errors
     /// See [`Self::len`]. [`ErrorKind::Argument`] for a number that is no token id, and when there are not as
@@ -64,21 +64,16 @@ impl Lease {
         let tokens = publication.tokens.count();
         let pages =
             publication.slots.map(|slots| self.pages_for(tokens, slots, PartialPage::Kept)).transpose()?;
-        // Dropped without locks: it may be the last owner.
-        let mut planner = None;
         let Some(row) = publication.state else {
             return self.with(stream, |call, cache, lease| {
-                planner = lease.holder.planner()?;
-                self.publish_pages(call, cache, lease, publication.tokens, pages, planner.as_deref())
+                self.publish_pages(call, cache, lease, publication.tokens, pages)
             });
         };
         // Read now, because other calls may run while the state is copied.
         let tokens = publication.tokens.to_vec(0..tokens)?;
         let snapshot = self.take_snapshot(&tokens, row, stream)?;
         self.with(stream, |call, cache, lease| {
-            planner = lease.holder.planner()?;
-            let tokens = &tokens.as_slice();
-            let published = self.publish_pages(call, cache, lease, tokens, pages, planner.as_deref())?;
+            let published = self.publish_pages(call, cache, lease, &tokens.as_slice(), pages)?;
             // Another thread may have published the same pages meanwhile.
             if let Some(snapshot) = snapshot
                 && cache.tree.snapshot(&lease.hold).is_none()
@@ -128,7 +123,7 @@ impl Lease {
                 let text = format!("the lease is that of request row {row}, which its planner finishes");
                 return Err(Error::state(text));
             }
-            self.publish_pages(call, cache, lease, tokens, Some(pages), None)
+            self.publish_of(call, cache, lease, tokens, Some(pages), None)
         })?;
         self.release(stream);
         Ok(published)
@@ -144,7 +139,6 @@ impl Lease {
     /// [`BatchPlanner::finish`]: crate::pool::BatchPlanner::finish
     /// [`ErrorKind::State`]: crate::base::ErrorKind::State
     pub fn finish_request(&self, publication: &Publication<'_>, stream: Stream) -> Result<FinishedRequests> {
-        // Dropped without locks: it may be the last owner.
         let request = self.with(stream, |_, _, lease| {
             lease.request().map(|request| Ok((request.planner()?, request.row()))).transpose()
         })?;
@@ -171,6 +165,24 @@ impl Lease {
     /// Publishes the whole pages of `tokens`, and frees a partly filled page behind them. `planner` is the
     /// planner of the lease's request, if it has one.
     fn publish_pages(
+        &self,
+        call: &CacheCall<'_>,
+        cache: &mut CacheState,
+        lease: &mut LeaseState,
+        tokens: &dyn Tokens,
+        pages: Option<Vec<Page>>,
+    ) -> Result<Published> {
+        let planner = lease.holder.planner()?;
+        let published = self.publish_of(call, cache, lease, tokens, pages, planner.as_deref());
+        // It may be the last owner.
+        if let Some(planner) = planner {
+            call.slots.discard(planner);
+        }
+        published
+    }
+
+    /// Works like [`Self::publish_pages`], for the request that `planner` has, if any.
+    fn publish_of(
         &self,
         call: &CacheCall<'_>,
         cache: &mut CacheState,

@@ -1,5 +1,6 @@
 //! Requests that keep a lease, as leases see them. A planner implements both traits.
 
+use std::any::Any;
 use std::sync::{Arc, Weak};
 
 use crate::base::{Error, Page, RequestRow, Result};
@@ -29,7 +30,7 @@ impl LeaseId {
 }
 
 /// A planner: it keeps the leases of its requests until they are finished.
-pub(in crate::pool) trait LeaseKeeper: Send + Sync {
+pub(in crate::pool) trait LeaseKeeper: Any + Send + Sync {
     /// Returns the request in `row`, locked, if `lease` is its lease. The caller holds the lock on the slots.
     fn leased_request(&self, row: RequestRow, lease: LeaseId) -> Option<Box<dyn LeasedRequest + '_>>;
 

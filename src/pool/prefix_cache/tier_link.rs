@@ -247,9 +247,9 @@ impl TierLink {
         self.loads.push(Arc::downgrade(load));
     }
 
-    /// Prefixes that may be being loaded. Drop them without locks.
-    pub(super) fn shared_loads(&self) -> Vec<Arc<SharedLoad>> {
-        self.loads.iter().filter_map(Weak::upgrade).collect()
+    /// Returns the prefixes that may be being loaded. The caller may become their last owner.
+    pub(super) fn shared_loads(&self) -> impl Iterator<Item = Arc<SharedLoad>> {
+        self.loads.iter().filter_map(Weak::upgrade)
     }
 
     /// Removes the prefixes that are being loaded from the list, so that no further lease joins them.

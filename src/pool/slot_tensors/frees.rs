@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::base::{Device, Error, IndexVec, Result, try_with_capacity};
+use crate::base::{Device, Discarded, Error, IndexVec, Result, try_with_capacity};
 use crate::index::{BadFrees, FenceId, OnBadFree, SlotAllocator};
 use crate::kernels::Indices;
 use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Stream};
@@ -19,8 +19,6 @@ use super::{SlotTensors, SlotsAt};
 pub(in crate::pool) struct CompletedFree {
     pub(in crate::pool) given: usize,
     pub(in crate::pool) bad: BadFrees,
-    /// Owners of its tensors. Drop them without locks: that may run foreign code.
-    pub(in crate::pool) _keeps: Vec<Keep>,
 }
 
 /// Returns the maximum number of values in flight: one per slot, and some to spare.
@@ -35,10 +33,10 @@ pub(super) fn fetched_at_once(slots: &SlotAllocator) -> usize {
 pub(in crate::pool) enum Freed {
     /// The slots are freed, now or later, except the invalid ones.
     Done(BadFrees),
-    /// The values have to be read without locks first: so many are in flight that there is no room for a
+    /// The values have to be read first, with a wait: so many are in flight that there is no room for a
     /// copy, or the host does not know them and has to.
     Unread,
-    /// It has to be known first whether the tensor was written to: ask its framework without locks.
+    /// It has to be known first whether the tensor was written to: see [`Source::prove`].
     Unproven,
 }
 
@@ -187,13 +185,13 @@ impl SlotTensors {
     /// alive. Otherwise like [`Self::free`].
     ///
     /// # Errors
-    /// See [`Self::free`]. Drop the owners in `abandoned` without locks: that may run foreign code.
+    /// See [`Self::free`].
     pub(in crate::pool) fn free_pages(
         &mut self,
         pages: PagesOf<'_>,
         fence: Option<FenceId>,
         keep: impl Fn(usize) -> Option<Keep>,
-        abandoned: &mut Vec<Keep>,
+        discarded: &Discarded,
         stream: Stream,
     ) -> Result<Freed> {
         let (mut parts, mut refused) = (try_with_capacity(pages.given.len())?, BadFrees::default());
@@ -201,7 +199,7 @@ impl SlotTensors {
             match self.part_of(pages, position, || keep(position), &mut refused, stream) {
                 Ok(Ok(values)) => parts.push(FreedValues { values, freed_as: pages.freed_as }),
                 answer => {
-                    abandoned.extend(abandon(parts));
+                    abandon(parts, discarded);
                     return answer.map(|values| values.err().unwrap_or(Freed::Unread));
                 }
             }
@@ -329,7 +327,8 @@ impl SlotTensors {
         }
     }
 
-    /// Completes frees whose values are on the host, and adds their reports to `settled`.
+    /// Completes frees whose values are on the host, and adds their reports to `settled`. Owners of their tensors
+    /// are discarded.
     ///
     /// # Errors
     /// If strict, [`ErrorKind::IndexOwnership`] for the first invalid free, which frees nothing.
@@ -337,14 +336,18 @@ impl SlotTensors {
     ///
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
     /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
-    pub(in crate::pool) fn settle(&mut self, settled: &mut Vec<CompletedFree>) -> Result<()> {
+    pub(in crate::pool) fn settle(
+        &mut self,
+        settled: &mut Vec<CompletedFree>,
+        discarded: &Discarded,
+    ) -> Result<()> {
         let page_size = self.slots.page_size();
-        while let Some(landed) = self.deferred.landed(page_size)? {
+        while let Some(landed) = self.deferred.landed(page_size, discarded)? {
             let given = landed.slots.len();
             let freed = self.slots.free_attributed(&landed.slots, landed.fence, &landed.by, self.on_bad_free);
             let (bad, failure) =
                 freed.map_or_else(|error| (BadFrees::default(), Some(error)), |bad| (bad, None));
-            settled.push(CompletedFree { given, bad, _keeps: landed.keeps });
+            settled.push(CompletedFree { given, bad });
             if let Some(error) = failure {
                 return Err(error.with_prefix("a free of slots that the host did not know"));
             }

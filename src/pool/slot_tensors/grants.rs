@@ -199,7 +199,7 @@ pub(super) struct HeldGrant {
     pub(super) held: Held,
 }
 
-/// It must be known first whether a tensor was written to: ask its framework without locks.
+/// It must be known first whether a tensor was written to: see [`Source::prove`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unproven;
 

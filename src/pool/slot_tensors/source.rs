@@ -42,15 +42,15 @@ pub(in crate::pool) struct Source<'a> {
 }
 
 impl<'a> Source<'a> {
-    /// Returns the source of values that a call has read. Holds no lock: it asks whether the tensor was
-    /// written to, if that will probably be needed.
+    /// Returns the source of values that a call has read, before it locks the slots: it asks the framework whether
+    /// the tensor was written to, if that will probably be needed.
     #[inline]
     pub(in crate::pool) fn new(origin: TensorOrigin<'a>, given: &Indices<'_>) -> Self {
         let is_needed = matches!(given, Indices::Host(values) if needs_proof(values));
         Self { origin, writes: is_needed.then(|| (origin.writes)()) }
     }
 
-    /// Finds out whether the tensor was written to. Holds no lock.
+    /// Asks the framework whether the tensor was written to.
     pub(in crate::pool) fn prove(&mut self) {
         self.writes = Some((self.origin.writes)());
     }

@@ -1,8 +1,10 @@
 //! Guards of slots that a call takes, and of slots that a call changes while it holds other locks.
 
+use std::any::Any;
 use std::cell::RefCell;
+use std::sync::Arc;
 
-use crate::base::{Epoch, Error, Page, Result};
+use crate::base::{Discarded, Epoch, Error, Page, Result};
 use crate::memory::Stream;
 use crate::pool::slot_tensors::{GrantedSlots, SlotTensors, SlotsAt};
 use crate::tensor::TensorView;
@@ -82,18 +84,25 @@ impl Drop for Grant<'_> {
     }
 }
 
-/// A call that changes slots while it holds locks. Make it before any lock: notices are passed on when it is
-/// dropped.
+/// A call that changes slots while it holds locks. Make it before any lock: when it is dropped, notices are
+/// passed on, and then what it has discarded is dropped.
 pub(in crate::pool) struct AllocatorCall<'a> {
     allocator: &'a TokenToKvPoolAllocator,
     stream: Stream,
     /// Freed rows that could not be poisoned.
     not_poisoned: RefCell<Vec<Error>>,
+    discarded: Discarded,
 }
 
 impl<'a> AllocatorCall<'a> {
-    pub(super) const fn new(allocator: &'a TokenToKvPoolAllocator, stream: Stream) -> Self {
-        Self { allocator, stream, not_poisoned: RefCell::new(Vec::new()) }
+    pub(super) fn new(allocator: &'a TokenToKvPoolAllocator, stream: Stream) -> Self {
+        let discarded = Discarded::new();
+        Self { allocator, stream, not_poisoned: RefCell::new(Vec::new()), discarded }
+    }
+
+    /// Takes something that is dropped at the end of the call.
+    pub(in crate::pool) fn discard(&self, item: Arc<dyn Any + Send + Sync>) {
+        self.discarded.add(item);
     }
 
     pub(in crate::pool) const fn allocator(&self) -> &'a TokenToKvPoolAllocator {

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, Weak};
 
 use crate::base::lock_order::RankedGuard;
-use crate::base::{Page, Result, run_blocking};
+use crate::base::{Discarded, Page, Result, run_blocking};
 use crate::memory::Stream;
 use crate::pool::fences::passed;
 use crate::pool::shortage::{Obtainable, Reclaim, Shortage, Shortfall, TakeResult};
@@ -44,14 +44,16 @@ impl TokenToKvPoolAllocator {
         let waiting = self.lock().fences().list();
         let (passed, end) = passed(&waiting);
         if !passed.is_empty() {
+            let discarded = Discarded::new();
             // Slots behind passed fences are freed even if another fence fails.
-            let fences = self.freeing(self.lock(), stream, |slots| {
+            let freed = self.freeing(self.lock(), stream, |slots| {
                 for &id in &passed {
                     slots.fence_passed(id);
                 }
-                Ok(slots.fences_mut().take_passed(&passed))
+                slots.fences_mut().discard_passed(&passed, &discarded);
+                Ok(())
             });
-            drop(fences);
+            freed.expect("giving back cannot fail");
         }
         end
     }
@@ -83,8 +85,8 @@ impl TokenToKvPoolAllocator {
 
     /// Completes frees whose values are on the host, and reports the invalid ones.
     fn complete_landed(&self, stream: Stream) -> Result<()> {
-        let mut settled = Vec::new();
-        let answer = self.freeing(self.lock(), stream, |slots| slots.settle(&mut settled));
+        let (mut settled, discarded) = (Vec::new(), Discarded::new());
+        let answer = self.freeing(self.lock(), stream, |slots| slots.settle(&mut settled, &discarded));
         for late in settled {
             if late.bad.dropped() > 0 {
                 self.notify(Notice::BadFrees(&late.bad, late.given));
@@ -140,7 +142,7 @@ impl TokenToKvPoolAllocator {
     }
 
     /// Makes later work on `stream` come after copies of slots that were just handed out; without a device, the
-    /// calling thread waits, without the lock.
+    /// calling thread waits.
     #[cold]
     fn wait_for_copies(&self, mut slots: RankedGuard<'_, SlotTensors>, stream: Stream) {
         let copied = slots.take_copied();
@@ -170,7 +172,7 @@ impl TokenToKvPoolAllocator {
         all
     }
 
-    /// Returns the registered [`Reclaim`]s, to be called without locks.
+    /// Returns the registered [`Reclaim`]s.
     fn reclaims(&self) -> Vec<Arc<dyn Reclaim>> {
         let mut registered = self.reclaim.lock();
         registered.retain(|reclaim| reclaim.strong_count() > 0);

@@ -16,10 +16,9 @@ use super::{PlannerState, Pools, as_many, call_of_request};
 use crate::pool::batch_planner::leases::LeaseEnd;
 
 /// Whether the slots of a batch are freed at once, or behind a fence.
-pub(in crate::pool::batch_planner) struct Release<'a> {
+#[derive(Clone, Copy)]
+pub(in crate::pool::batch_planner) struct Release {
     pub(in crate::pool::batch_planner) fence: Option<FenceId>,
-    /// The leases that are cut, to be dropped without locks.
-    pub(in crate::pool::batch_planner) leases: &'a mut Vec<LeaseEnd>,
     pub(in crate::pool::batch_planner) stream: Stream,
 }
 
@@ -39,17 +38,17 @@ impl PlannerState {
         pools: Pools<'_>,
         rows: &IndexVec,
         seq_lens: &IndexVec,
-        release: Release<'_>,
+        release: Release,
     ) -> Result<(usize, BadFrees)> {
         as_many("seq_lens", seq_lens, rows)?;
-        let Pools { slots, table } = pools;
+        let Pools { slots, table, discarded } = pools;
         let rows = self.resolve(rows, table)?;
         let mut lens = try_with_capacity(rows.len())?;
         for (position, (&row, len)) in rows.iter().zip(seq_lens.iter()).enumerate() {
             lens.push(self.requests.check_truncate(position, row, len, slots.slots())?);
         }
         let cuts = self.prepare_cuts(rows.into_iter().zip(lens))?;
-        self.give_back(Pools { slots, table }, cuts, release)
+        self.give_back(Pools { slots, table, discarded }, cuts, release)
     }
 
     pub(in crate::pool::batch_planner) fn finish(
@@ -57,10 +56,10 @@ impl PlannerState {
         pools: Pools<'_>,
         rows: &IndexVec,
         seq_lens: Option<&IndexVec>,
-        release: Release<'_>,
+        release: Release,
     ) -> Result<FinishedRequests> {
         let stream = release.stream;
-        let Pools { slots, table } = pools;
+        let Pools { slots, table, discarded } = pools;
         let resolved = self.resolve(rows, table)?;
         if let Some(lens) = seq_lens {
             as_many("seq_lens", lens, rows)?;
@@ -77,8 +76,8 @@ impl PlannerState {
         }
         table.check_not_capturing(stream)?;
         let cuts = self.prepare_cuts(resolved.into_iter().zip(std::iter::repeat(0)))?;
-        let given = self.give_back(Pools { slots, table }, cuts, release);
-        self.retire_freed(table, stream);
+        let given = self.give_back(Pools { slots, table, discarded }, cuts, release);
+        self.end_freed(table, stream, discarded);
         // Each row was checked to be allocated.
         let freed = table.free(rows, stream);
         self.leases.record_frees(table);
@@ -115,20 +114,20 @@ impl PlannerState {
         Ok(Cuts { requests, slots, room })
     }
 
-    fn give_back(&mut self, pools: Pools<'_>, cuts: Cuts, release: Release<'_>) -> Result<(usize, BadFrees)> {
-        let Pools { mut slots, table } = pools;
-        let Release { fence, leases, stream } = release;
+    fn give_back(&mut self, pools: Pools<'_>, cuts: Cuts, release: Release) -> Result<(usize, BadFrees)> {
+        let Pools { mut slots, table, discarded } = pools;
+        let Release { fence, stream } = release;
         let (mut given, mut bad) = (0, BadFrees::default());
         let Cuts { requests, slots: listed, mut room } = cuts;
         for (row, len, count) in requests {
             if let Some(lease) = self.cut_lease(row, len, table) {
-                // The lease is shortened without locks. Its pages stay locked until the fence has passed.
+                // The pages of the lease stay locked until the fence has passed.
                 let fenced = fence.map(|id| {
                     let lock = FencedLock::default();
                     slots.fences_mut().keep(id, Arc::clone(&lock) as _);
                     lock
                 });
-                leases.push(LeaseEnd::new(lease, widen(len), fenced, stream));
+                discarded.add(Arc::new(LeaseEnd::new(lease, widen(len), fenced, stream)));
             }
             let _acting = call_of_request(row, &slots, table).map(CallRecord::begin);
             self.requests.truncate(row, len);
