@@ -13,7 +13,19 @@ use super::blocking::assert_may_wait;
 /// held then. The first item costs no memory of its own.
 #[derive(Debug)]
 pub(crate) struct Discarded {
-    items: RefCell<(Option<Item>, Vec<Item>)>,
+    items: RefCell<Items>,
+}
+
+/// Most calls discard nothing, and to make and drop this costs them next to nothing.
+#[derive(Debug)]
+struct Items {
+    first: Option<Item>,
+    more: Option<Box<More>>,
+}
+
+#[derive(Debug, Default)]
+struct More {
+    items: Vec<Item>,
 }
 
 type Item = Arc<dyn Any + Send + Sync>;
@@ -26,16 +38,16 @@ impl Discarded {
     #[inline]
     pub(crate) fn new() -> Self {
         check();
-        Self { items: RefCell::new((None, Vec::new())) }
+        Self { items: RefCell::new(Items { first: None, more: None }) }
     }
 
     /// Takes something that is dropped later.
     pub(crate) fn add(&self, item: Item) {
-        let (first, more) = &mut *self.items.borrow_mut();
+        let Items { first, more } = &mut *self.items.borrow_mut();
         if first.is_none() {
             *first = Some(item);
         } else {
-            more.push(item);
+            more.get_or_insert_default().items.push(item);
         }
     }
 }

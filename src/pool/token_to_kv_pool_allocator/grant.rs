@@ -130,8 +130,8 @@ impl<'a> AllocatorCall<'a> {
 
 impl Drop for AllocatorCall<'_> {
     fn drop(&mut self) {
-        for failure in self.not_poisoned.take() {
-            self.allocator.notify(Notice::NotPoisoned(&failure));
+        for failure in self.not_poisoned.get_mut() {
+            self.allocator.notify(Notice::NotPoisoned(failure));
         }
     }
 }
