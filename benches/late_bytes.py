@@ -1,7 +1,7 @@
 """Bytes of a peer that was given up while it was stopped, and that arrive all the same when it wakes up.
 
-`make late-bytes` runs it: NIXL alone, two processes on loopback. The owner of the memory stops the peer in
-the middle of a transfer, gives it up as each row says, clears its memory, and wakes the peer up.
+`make bench-late-bytes` runs it: NIXL alone, two processes on loopback. The owner of the memory stops the peer
+in the middle of a transfer, gives it up as each row says, clears its memory, and wakes the peer up.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ SWITCHED_ON = {"KVPOOL_LMCACHE": "1"}
 
 
 def require() -> None:
-    """Skips the test where LMCache was not installed. `make test` says that it was."""
+    """Skips the test where LMCache was not installed. In `make test-engines` that is an error."""
     if not HAS_PACKAGES:
         pytest.skip("what LMCache depends on is installed for Linux and Python 3.11 to 3.13")
     if not (LMCACHE / "lmcache").is_dir():

@@ -24,7 +24,7 @@ ENGINES = Path(os.environ.get("KVPOOL_ENGINES") or Path(sys.prefix) / "engines")
 """Where `make` installs the engines, without what they share with the tests."""
 
 HAS_PACKAGES = sys.platform == "linux" and (3, 11) <= sys.version_info < (3, 14)
-"""Whether SGLang has packages for this machine, as the Makefile asks."""
+"""Whether SGLang has packages for this machine, as `tests/engines/install` asks."""
 
 PATIENCE_S = 3600
 """Longer than all engines take on a machine that is busy."""
@@ -84,7 +84,7 @@ class ProcessResult(NamedTuple):
 
 
 def require() -> None:
-    """Skips the test where SGLang cannot be, or was not, installed. `make test` says that it was."""
+    """Skips the test where SGLang was not installed. In `make test-engines` that is an error."""
     if not HAS_PACKAGES:
         pytest.skip("SGLang has packages for Linux and Python 3.11 to 3.13")
     if not (ENGINES / "sglang").is_dir():

@@ -68,7 +68,7 @@ class RunResult(NamedTuple):
 
 
 def require() -> None:
-    """Skips the test where vLLM was not installed. `make test` says that it was."""
+    """Skips the test where vLLM was not installed. In `make test-engines` that is an error."""
     if not HAS_PACKAGES:
         pytest.skip("what vLLM depends on is installed for Linux and Python 3.11 to 3.13")
     if not (VLLM / "vllm").is_dir():

@@ -306,6 +306,7 @@ def test_a_process_that_lends_nothing_ends_the_wait(monkeypatch: pytest.MonkeyPa
         loopback._receive(ours)
 
 
+@pytest.mark.engines
 def test_the_whole_machine_is_measured_from_the_command_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -1,6 +1,6 @@
 """kvpool within LMCache: its memory on kvpool, with a look at its own tests.
 
-`make test-engines` runs all of LMCache's tests of memory management.
+`make engine-runs` runs all of LMCache's tests of memory management.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpool.integrations import lmcache
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.engines]
 
 
 def test_lmcache_that_must_be_there_is_not_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from shared_fixtures import RunSnippet
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.engines]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "serving"
 MOONCAKE = Path(os.environ.get("KVPOOL_MOONCAKE") or Path(sys.prefix) / "mooncake")
 """The folder in which `make` installs Mooncake, and the packages of Debian that it needs."""
 
 HAS_PACKAGES = sys.platform == "linux" and sys.version_info < (3, 14)
-"""Whether Mooncake has packages for this machine, as the Makefile asks."""
+"""Whether Mooncake has packages for this machine, as `tests/engines/install` asks."""
 
 PROCESS = Path(__file__).parent / "support" / "mooncake_process.py"
 ENGINE = Path(__file__).parent / "support" / "mooncake_engine.py"
@@ -63,7 +63,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def mooncake() -> dict[str, str]:
-    """The environment. The test is skipped where Mooncake is not available; `make test` says that it is."""
+    """The environment. Without Mooncake the test is skipped; `make test-engines` makes that an error."""
     if not HAS_PACKAGES:
         pytest.skip("Mooncake has packages for Linux and Python up to 3.13")
     env = environment()

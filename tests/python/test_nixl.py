@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shared_fixtures import RunSnippet
     from typing_extensions import Self
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.engines]
 
 NIXL = Path(os.environ.get("KVPOOL_NIXL") or Path(sys.prefix) / "nixl")
 """The folder in which `make` installs NIXL."""
@@ -51,7 +51,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def nixl() -> dict[str, str]:
-    """The environment. The test is skipped where NIXL cannot be had; `make test` says that it can."""
+    """The environment. Without NIXL the test is skipped; `make test-engines` makes that an error."""
     if not HAS_PACKAGES:
         pytest.skip("NIXL has packages for Linux")
     env = environment()

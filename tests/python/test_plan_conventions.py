@@ -28,6 +28,8 @@ from kvpool.attention import PoolAttention
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.engines
+
 FLASHINFER = Path(os.environ.get("KVPOOL_FLASHINFER_PATH") or Path(sys.prefix) / "flashinfer")
 """The folder in which `make` installs FlashInfer, without its dependencies."""
 
@@ -47,9 +49,9 @@ def _in_the_interpreter() -> Iterator[None]:
 
 
 def require_flashinfer() -> None:
-    """Skips the test where FlashInfer was not installed. `make test` says that it was."""
+    """Skips the test where FlashInfer was not installed. In `make test-engines` that is an error."""
     if not (FLASHINFER / "flashinfer").is_dir():
-        missing = f"FlashInfer is not in {FLASHINFER}: `make engines` installs it"
+        missing = f"FlashInfer is not in {FLASHINFER}: `make test-engines` installs it"
         if os.environ.get("KVPOOL_REQUIRE_ENGINES") or (FLASHINFER / ".installed").exists():
             pytest.fail(missing)
         pytest.skip(missing)

@@ -32,6 +32,8 @@ from kvpool.integrations.seams import EngineMismatchError  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.engines
+
 SHORT = 150
 """Requests of a run, in the run of all tests."""
 REQUESTS = int(os.environ.get("KVPOOL_ENGINE_REQUESTS", SHORT))

@@ -332,11 +332,28 @@ def commands(page: Path) -> list[str]:
     return [*code_in(prose(page)), *shell]
 
 
+def make_commands() -> set[str]:
+    """The targets of the Makefile that are commands, not files."""
+    found = re.search(r"^COMMANDS := ((?:.*\\\n)*.*)$", text_of(ROOT / "Makefile"), flags=re.MULTILINE)
+    assert found is not None
+    return {*re.findall(r"[\w-]+", found[1])}
+
+
+def test_make_help_lists_commands() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)  # noqa: S607
+    listed = {*re.findall(r"^make ([\w-]+) +\S", done.stdout, flags=re.MULTILINE)}
+    assert {"help", "demo", "dev", "test", "test-engines", "lint", "bench", "gpu"} <= listed
+    assert listed <= make_commands()
+    for file in (ROOT / "Makefile", ROOT / ".ci" / "run", *(ROOT / ".github" / "workflows").iterdir()):
+        called = re.findall(r"^ *(?:- run: )?make ([\w-]+)", text_of(file), flags=re.MULTILINE)
+        assert {*called} <= make_commands(), file
+
+
 @each_page
 def test_commands_that_pages_name_exist(page: Path) -> None:
     from kvpool.tools.cli import make_parsers
 
-    targets = set(re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), flags=re.MULTILINE))
+    targets = make_commands()
     known = make_parsers()
     for command in commands(page):
         if make := re.match(r"make ([\w-]+)", command):

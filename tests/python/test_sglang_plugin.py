@@ -1,6 +1,6 @@
 """SGLang's plugin: when it is on, what it replaces, when it stops the engine, and a look at the real one.
 
-`make test-engines` has the engine in many configurations, in processes as SGLang starts them.
+`make engine-runs` has the engine in many configurations, in processes as SGLang starts them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvpool.integrations import sglang
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.engines]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """kvpool within vLLM: its blocks and its offloading on kvpool, with a look at its own tests, and KV events.
 
-`make test-engines` runs all of vLLM's.
+`make engine-runs` runs all of vLLM's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm_runs import CORE, OFFLOADING, run
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.engines]
 
 BRIEFLY = [
     *(f"{OFFLOADING}/{name}.py" for name in ("cpu/test_manager", "tiering/test_tiering_offloading")),
