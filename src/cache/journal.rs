@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_counted() {
+    fn kept_events_are_counted() {
         let mut journal = Journal::default();
         store(&mut journal, 2 * HALF);
         journal.record_cleared();

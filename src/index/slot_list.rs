@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_off_may_end_within_a_run() {
+    fn a_cut_may_end_within_a_run() {
         let all: Vec<i32> = (5..9).chain(20..23).chain(2..3).collect();
         for len in 0..=all.len() {
             let mut slots = SlotList::of(&all).expect("there is memory");

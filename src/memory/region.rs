@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn indices_are_what_was_written_last() {
+    fn indices_are_those_written_last() {
         for indices in [IndexVec::I32(vec![4, 5, 6]), IndexVec::I64(vec![4, 5, 6])] {
             let mut writer = RegionWriter::new(Region::from_indices(indices));
             let listed = |writer: &RegionWriter| writer.region().indices().map(Iterator::collect::<Vec<_>>);

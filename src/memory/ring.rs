@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_waited_for_beforehand() {
+    fn data_beyond_the_ring_is_waited_for_first() {
         let Some(gpu) = gpu() else { return };
         let stream = Stream::DEFAULT;
         let region = Region::new(Arc::new(Cuda::new(&gpu, stream)), 256).expect("memory");

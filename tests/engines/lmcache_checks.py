@@ -227,7 +227,7 @@ def test_pages_are_as_many_as_those_of_lmcache() -> None:
     history(Pair(*sides, same_places=False), random.Random(2))  # noqa: S311
 
 
-def test_what_is_freed_twice_is_dropped_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_double_frees_are_dropped_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     manager = AddressManager(8 * PAGE)
     (first, size), (second, _) = manager.batched_allocate(PAGE, 2)
     manager.free(first, size)

@@ -214,7 +214,7 @@ def test_contents_are_read_until_a_block_is_used_again() -> None:
     assert pool.get_new_blocks(2) == reused == blocks
 
 
-def test_who_watches_a_block_may_use_the_pool_while_its_hashes_go() -> None:
+def test_a_watcher_may_use_the_pool_while_hashes_are_removed() -> None:
     pool = KvpoolBlockPool(4, enable_caching=True, hash_block_size=SIZE)
     blocks = pool.get_new_blocks(2)
     pool.cache_full_blocks(request("a", 2), blocks, 0, 2, SIZE, 0)
@@ -285,7 +285,7 @@ def test_switched_on_the_scheduler_has_kvpools_blocks(
     assert kv_cache_coordinator.BlockPool is KvpoolBlockPool
 
 
-def test_what_else_has_replaced_the_pool_is_named(original: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_replacement_of_the_pool_is_named(original: type, monkeypatch: pytest.MonkeyPatch) -> None:
     other = type("OtherPool", (original,), {})
     monkeypatch.setattr(kv_cache_coordinator, "BlockPool", other)
     monkeypatch.setenv("VLLM_PLUGINS", "kvpool")
@@ -300,7 +300,7 @@ def test_a_drift_of_the_pool_names_what_was_found_and_expected(monkeypatch: pyte
         seams.VLLM.require(seams.BLOCK_POOL)
 
 
-def test_what_a_block_has_is_what_vllm_has_of_it() -> None:
+def test_blocks_have_the_attributes_of_vllm_blocks() -> None:
     block, own = BlockQueue(1).blocks[0], KVCacheBlock(0)
     assert isinstance(block, Block)
     names = [name for name in dir(own) if not name.startswith("_")]

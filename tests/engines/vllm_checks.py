@@ -268,7 +268,7 @@ class Tiered:
         self.manager.shutdown()
 
 
-def test_what_host_memory_gives_up_comes_back_from_disk(tmp_path: Path) -> None:
+def test_pages_evicted_from_host_memory_are_read_from_disk(tmp_path: Path) -> None:
     tiers = Tiered(tmp_path)
     for first in (1, 5, 9):
         tiers.store(*range(first, first + 4))

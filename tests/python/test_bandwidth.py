@@ -193,7 +193,7 @@ def test_a_folder_that_cannot_be_used_is_a_line(tmp_path: Path) -> None:
     assert line.problem.startswith("FileNotFoundError: ")
 
 
-def test_what_was_measured_before_a_failure_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_before_a_failure_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     check = measure._all_of
 

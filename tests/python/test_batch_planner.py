@@ -103,7 +103,7 @@ def test_rejects_bad_sizes(sizes: Any, error: type[Exception], words: str) -> No
         BatchPlanner(*pools(), *sizes)
 
 
-def test_what_is_no_pool_raises() -> None:
+def test_arguments_that_are_no_pools_raise() -> None:
     table, allocator = pools()
     for wrong in (None, 3, object(), BatchPlanner(table, allocator, 1, 1)):
         for pair in ((wrong, allocator), (table, wrong), (allocator, table)):
@@ -377,7 +377,7 @@ def test_prefixes_that_do_not_fit(name: str) -> None:
 # truncate
 
 
-def test_what_the_table_had_beyond_stays_there() -> None:
+def test_truncate_leaves_the_row_as_it_is() -> None:
     pair = Pair()
     row = pair.start(5)[0]
     slots = pair.row_of(row, 5)

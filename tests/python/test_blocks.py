@@ -170,7 +170,7 @@ def test_null_and_masked_blocks_get_no_hash() -> None:
     assert queue.blocks[0].ref_cnt == 0
 
 
-def test_what_is_no_block_is_given_back() -> None:
+def test_foreign_blocks_are_returned() -> None:
     queue, other, cached = BlockQueue(2), BlockQueue(2), BlockMap()
     given = [queue.popleft(), other.blocks[0], "block"]
     queue.blocks[0].ref_cnt = 1

@@ -30,7 +30,7 @@ PAGE = mmap.PAGESIZE
 pytestmark = pytest.mark.usefixtures("device")
 
 
-def test_what_is_registered_is_neither_owned_nor_recycled() -> None:
+def test_registered_memory_is_neither_owned_nor_recycled() -> None:
     pool, weights = make(), outside(1024)
     assert pool.register_existing(weights) is None  # type: ignore[func-returns-value]
     pool.register_existing(tensor=weights)

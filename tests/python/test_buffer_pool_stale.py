@@ -71,7 +71,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 @devices.cpu_only
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("how", sorted(CHANGES))
-def test_what_was_done_to_a_tensor_ends_with_its_buffer(how: str, kept: bool) -> None:
+def test_changes_to_a_tensor_end_with_its_buffer(how: str, kept: bool) -> None:
     pool = make()
     buffer = pool.alloc((4, 3), torch.float32)
     where = address(buffer)

@@ -486,7 +486,7 @@ def test_every_driver_call_may_fail(driver: Driver) -> None:
 
 
 @cuda_only
-def test_what_a_failed_copy_has_begun_keeps_its_tensor(driver: Driver) -> None:
+def test_a_failed_copy_keeps_the_tensor_it_has_begun_to_read(driver: Driver) -> None:
     pool = make(1, 12, where="cuda")
     chunk = some(pool.allocate())
     host = some(make(1, (12, 2), where="cpu").allocate()).tensor()
@@ -534,7 +534,7 @@ def test_after_a_fork_the_device_is_out_of_reach() -> None:
 
 
 @cuda_only
-def test_what_a_stream_writes_after_the_zeros_stays(driver: Driver) -> None:
+def test_writes_after_the_zeros_stay(driver: Driver) -> None:
     driver.run()
     stream = driver.stream()
     source = numbers(12).cuda()

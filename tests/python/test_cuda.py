@@ -550,7 +550,7 @@ def test_more_values_than_the_pool_has_slots_are_read_at_once() -> None:
     assert allocator.available_size() == 64
 
 
-def test_others_run_while_a_free_reads_more_values_than_the_pool_has_slots(
+def test_threads_run_while_a_free_reads_more_values_than_the_pool_has_slots(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     allocator, many = make_allocator(64), torch.zeros(100_000, dtype=torch.int64).cuda()
@@ -1072,7 +1072,7 @@ def test_tensors_outlive_their_pool_and_then_give_everything_back(driver: Driver
         ({"KVPOOL_SOFTWARE_INIT_ERROR": "100"}, "cuInit failed with CUDA_ERROR_NO_DEVICE"),
     ],
 )
-def test_what_the_driver_lacks_is_named(
+def test_missing_driver_functions_are_named(
     driver: Driver, run_snippet: RunSnippet, env: dict[str, str], words: str
 ) -> None:
     assert driver.calls() == 0

@@ -118,7 +118,7 @@ def case_of(name: str) -> tuple[Any, Callable[[str | int | None], Any], Callable
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_what_is_live_is_known_by_owner_and_place(case: str) -> None:
+def test_live_units_are_listed_by_owner_and_place(case: str) -> None:
     pool, take, give = case_of(case)
     assert pool.leaks() == []
     first = take("request 1")
@@ -273,7 +273,7 @@ def test_an_owner_may_have_more_than_64_bits(debug: bool) -> None:
         assert by_owner(pool) == {1 << 127: 1, -(1 << 300): 1}
 
 
-def test_what_hands_nothing_out_has_no_leaks() -> None:
+def test_pools_without_units_have_no_leaks() -> None:
     kv = KVPool(8, 1, 1, 2, devices.current())
     for pool in (kv, HostTier(kv, 8)):
         assert not pool.debug
@@ -699,7 +699,7 @@ def test_a_driver_that_refuses_poison_is_logged(driver: Driver, caplog: pytest.L
     assert pool.available_size() == 16
 
 
-def test_what_all_owners_left_behind_fences_is_not_live() -> None:
+def test_slots_fenced_by_all_owners_are_not_live() -> None:
     pool = slots()
     fence = Fence()
     with pool.expect_balanced():
@@ -744,7 +744,7 @@ def test_each_giver_of_a_group_is_known(
     assert f"given back by 'c' at {place}" in caplog.text
 
 
-def test_who_leaves_without_a_name_is_the_last_that_came_so() -> None:
+def test_a_nameless_release_is_of_the_last_nameless_holder() -> None:
     pool = ChunkPool(2, (4,), "int8", devices.current(), pin_memory=False, debug=True)
     chunk = pool.allocate(owner="request 7")
     assert chunk is not None
@@ -925,7 +925,7 @@ def test_a_report_of_a_bad_free_names_the_pool(caplog: pytest.LogCaptureFixture,
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 @pytest.mark.parametrize("wanted", ["1", "0"])
-def test_what_is_live_at_exit_is_said_by_owner_and_line(run_snippet: RunSnippet, wanted: str) -> None:
+def test_live_units_at_exit_are_logged_by_owner_and_line(run_snippet: RunSnippet, wanted: str) -> None:
     code = """
     import logging, os, sys
     import kvpool

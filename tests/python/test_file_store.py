@@ -184,7 +184,7 @@ def test_pages_may_be_of_any_dtype_and_some_rows_of_many(store: FileStore) -> No
     assert not spaced[[1, 2, 4]].any()
 
 
-def test_what_is_there_is_not_written_again(store: FileStore) -> None:
+def test_stored_pages_are_not_written_again(store: FileStore) -> None:
     put(store, 1)
     written = store.stats()["written_bytes"]
     other = np.zeros((2, PAGE), dtype=np.uint8)
@@ -241,7 +241,7 @@ def test_a_transfer_is_a_fence(store: FileStore) -> None:
     assert some(allocator.alloc(16)).tolist() == list(range(1, 17))
 
 
-def test_what_does_not_fit_into_the_queue_is_dropped_and_counted(tmp_path: Path) -> None:
+def test_pages_beyond_the_queue_are_dropped_and_counted(tmp_path: Path) -> None:
     with opened(tmp_path, 100, threads=1, queue_bytes=2 * PAGE) as store:
         transfer = store.put(keys_of(*range(100)), np.stack([page_of(number) for number in range(100)]))
         assert transfer.wait()

@@ -179,7 +179,7 @@ asking.join()
 """
 
 
-def test_who_asks_a_device_for_values_waits_for_nobody_who_does(run_snippet: RunSnippet) -> None:
+def test_reading_values_of_a_device_waits_for_no_other_reader(run_snippet: RunSnippet) -> None:
     assert run_snippet(SETUP + ROOM, hidden=["torch"]) == "1024\n131072\n"
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("write", ["through", "back"])
-def test_what_was_evicted_comes_back_layer_by_layer(
+def test_evicted_pages_are_loaded_layer_by_layer(
     device: str, page_size: int, write: str, *, has_states: bool
 ) -> None:
     scene = Scene(device, page_size, write=write, has_states=has_states)
@@ -336,7 +336,7 @@ def test_layers_come_beside_the_calls_of_their_user(driver: Driver) -> None:
 
 
 @pytest.mark.cuda
-def test_what_follows_the_last_layer_on_its_stream_needs_no_query(driver: Driver) -> None:
+def test_work_behind_the_last_layer_on_its_stream_needs_no_query(driver: Driver) -> None:
     with devices.on("cuda"):
         scene = Scene("cuda")
         scene.keep_on_host_only(driver)
@@ -431,7 +431,7 @@ def test_a_request_that_ends_while_it_loads(device: str) -> None:
     scene.end()
 
 
-def test_what_is_cleared_is_cleared_below(device: str) -> None:
+def test_clear_clears_the_tier(device: str) -> None:
     scene = Scene(device, events=True)
     for name in ("a", "b"):
         scene.keep(PROMPT, namespace=name)
@@ -474,7 +474,7 @@ def test_what_is_cleared_is_cleared_below(device: str) -> None:
     scene.end()
 
 
-def test_what_the_device_has_goes_last_and_beginnings_after_ends(device: str) -> None:
+def test_pages_on_the_device_are_evicted_last_and_beginnings_after_ends(device: str) -> None:
     scene = Scene(device, size=32, host=32)
     old, new = list(range(16)), list(range(500, 516))
     scene.keep(old)
@@ -823,7 +823,7 @@ def test_a_load_whose_lease_has_ended_is_not_there(driver: Driver, end: str) -> 
         driver.restore()
 
 
-def test_what_is_computed_again_goes_after_what_the_device_lacks(device: str) -> None:
+def test_recomputed_pages_are_evicted_after_pages_missing_on_the_device(device: str) -> None:
     scene = Scene(device, host=32)
     new, old = list(range(16)), list(range(500, 516))
     for prompt in (new, old):

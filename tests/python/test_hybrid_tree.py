@@ -116,7 +116,7 @@ def test_a_tail_goes_before_the_others() -> None:
     assert [slots.tolist() for slots in evicted if slots is not None] == [[32], [20, 21]]
 
 
-def test_what_is_there_twice_is_the_callers_to_free() -> None:
+def test_duplicates_are_left_to_the_caller_to_free() -> None:
     tree, node = tree_with()
     step = tree.insert([*PROMPT, 10], torch.arange(30, 36), found=2)
     assert step.actions() == [("free", 2, 5)]

@@ -83,7 +83,7 @@ def payload_of(cache: PrefixCache, *, int_hashes: bool = False) -> bytes:
 # The format
 
 
-def test_what_a_cache_does_is_told_field_by_field() -> None:
+def test_events_have_the_expected_fields() -> None:
     cache = make_cache()
     insert(cache, range(8), "a")
     insert(cache, [*range(8), *range(50, 54)], "a")
@@ -921,7 +921,7 @@ def test_loopback_is_allowed(value: str) -> None:
         assert int(publisher.endpoint.rpartition(":")[2]) > 0
 
 
-def test_others_are_allowed_to_those_who_say_so() -> None:
+def test_allow_remote_allows_other_addresses() -> None:
     with open_publisher(make_cache(), endpoint="tcp://*:0", allow_remote=True) as publisher:
         assert publisher.endpoint.startswith("tcp://0.0.0.0:")
     with pytest.raises(ConfigError, match="endpoint is 'udp"):
@@ -967,7 +967,7 @@ def test_only_who_knows_the_secret_hears_events() -> None:
         assert len(said) < 100
 
 
-def test_who_does_not_know_the_secret_cannot_publish() -> None:
+def test_a_publisher_without_the_secret_is_refused() -> None:
     """A subscriber ignores an impostor that takes the place of a publisher, with another secret or none."""
     cache = make_cache()
     insert(cache, range(4))
@@ -1152,7 +1152,7 @@ def test_nothing_is_left_after_close() -> None:
         time.sleep(0.02)
 
 
-def test_what_is_dropped_is_closed() -> None:
+def test_dropping_closes() -> None:
     publisher: EventPublisher | None = open_publisher(make_cache())
     assert publisher is not None
     endpoints = {"endpoint": publisher.endpoint, "replay_endpoint": some(publisher.replay_endpoint)}
@@ -1208,7 +1208,7 @@ def test_a_publisher_of_another_process_is_refused(run_snippet: RunSnippet) -> N
 
 
 @pytest.mark.parametrize("name", ["blake3", "msgspec", "zmq"])
-def test_what_is_not_installed_is_named(run_snippet: RunSnippet, name: str) -> None:
+def test_missing_packages_are_named(run_snippet: RunSnippet, name: str) -> None:
     run_snippet(
         f"""
         import kvpool

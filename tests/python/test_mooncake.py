@@ -218,7 +218,7 @@ def until(is_so: Callable[[], bool], message: str) -> None:
         time.sleep(0.05)
 
 
-def test_what_one_process_writes_others_read(pair: tuple[Server, Server]) -> None:
+def test_processes_read_each_others_pages(pair: tuple[Server, Server]) -> None:
     one, other = pair
     pages = [*range(100, 116)]
     assert other("find", pages) == [False] * 16
@@ -270,7 +270,7 @@ def test_a_value_that_does_not_fit_its_key_is_missing(pair: tuple[Server, Server
     assert other("read", [400, 401, 402], PAGE) == ["right"] * 3
 
 
-def test_what_is_evicted_is_missing(start: Callable[..., Cluster]) -> None:
+def test_evicted_pages_are_missing(start: Callable[..., Cluster]) -> None:
     # What was written or found may be evicted after a moment instead of ten seconds.
     cluster = start("--default_kv_lease_ttl=50", "--eviction_ratio=0.2")
     one, other = cluster.server(16 << 20), cluster.server(16 << 20)
@@ -371,7 +371,7 @@ def test_a_master_that_is_restarted_while_pages_move_leaves_none_wrong(start: Ca
         assert writer.process.poll() is None
 
 
-def test_what_a_killed_process_was_writing_is_right_or_missing(start: Callable[..., Cluster]) -> None:
+def test_pages_of_a_killed_writer_are_right_or_missing(start: Callable[..., Cluster]) -> None:
     cluster = start("--client_ttl=2")
     reader = cluster.server(256 << 20)
     first = 0

@@ -76,7 +76,7 @@ def test_the_page_on_the_index_stands_by_itself() -> None:
     assert re.findall(r"\]\((?!https:)[^)]*\)|\]\[|<img", text) == []
 
 
-def test_what_is_linked_is_neither_a_tool_nor_a_part_of_the_tests() -> None:
+def test_linked_crates_are_neither_tools_nor_parts_of_the_tests() -> None:
     names = {crate.name for crate in linked.linked(TARGET)}
     assert {"kvpool", "pyo3", "numpy", "cudarc", "libc", "std"} <= names
     assert names.isdisjoint({"pyo3-macros", "pyo3-build-config", "proptest", "loom", "cc", "autocfg"})
@@ -143,8 +143,6 @@ def test_a_good_wheel_passes(tmp_path: Path) -> None:
         ("tests/a.py", b"", "has tests/a.py"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_wheel_is_named(
-    tmp_path: Path, name: str, data: bytes | None, said: str
-) -> None:
+def test_faults_of_a_wheel_are_named(tmp_path: Path, name: str, data: bytes | None, said: str) -> None:
     wrong = problems(fake_wheel(tmp_path, **{name: data}))
     assert any(said in problem for problem in wrong), wrong

@@ -168,7 +168,7 @@ def test_rejects_bad_growth(grow: int) -> None:
 
 
 @devices.cpu_only
-def test_what_a_thread_wrote_stays_while_others_let_the_pool_grow() -> None:
+def test_pages_keep_their_values_while_the_pool_grows() -> None:
     pool = make(64, 1, torch.int8, grow=1)
 
     def work(number: int) -> None:

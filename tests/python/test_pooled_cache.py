@@ -263,7 +263,7 @@ def test_histories_beside_the_dynamic_cache(config: str, page_size: int) -> None
     assert pair.views < 4 * 30 * pair.pool.layer_num
 
 
-def test_what_is_read_in_place() -> None:
+def test_pages_that_are_read_in_place() -> None:
     """One sequence always, several while each is within a page; then they are gathered."""
     for page_size, batch, lens in ((1, 1, (20, 1, 9)), (64, 3, (20, 1, 43)), (4, 1, (5, 1))):
         pair = Pair("qwen3", page_size)

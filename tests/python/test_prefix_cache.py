@@ -308,7 +308,7 @@ def test_a_partial_page_stays_the_callers() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_what_others_published_is_not_kept_twice(page_size: int) -> None:
+def test_duplicate_pages_are_freed(page_size: int) -> None:
     scene = Scene(page_size)
     first, second = scene.cache.match(range(16)), scene.cache.match(range(16))
     mine, theirs = scene.alloc(16), scene.alloc(16)
@@ -852,7 +852,7 @@ def test_each_part_of_a_prompt_is_explained() -> None:
     assert scene.sizes() == (12, 0, 4, 48)
 
 
-def test_what_was_evicted_says_when_and_why() -> None:
+def test_evicted_segments_say_when_and_why() -> None:
     scene = Scene(policy="lru")
     scene.insert(range(20))
     scene.cache.match([77] * 30)
@@ -1021,7 +1021,7 @@ def test_tokens_and_slots_in_every_form(as_index: Callable[[Sequence[int]], Any]
     assert scene.cache.match(range(5, 9)).length == 4
 
 
-def test_what_is_no_token_raises_and_changes_nothing(bad_index: Any) -> None:  # noqa: ANN401
+def test_invalid_tokens_raise_and_change_nothing(bad_index: Any) -> None:  # noqa: ANN401
     scene = Scene()
     slots = scene.alloc(2)
     calls: list[Callable[[], object]] = [

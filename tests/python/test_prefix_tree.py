@@ -43,7 +43,7 @@ def scene(device: str) -> Scene:
     return Scene(device=device)
 
 
-def test_what_is_inserted_is_found_and_belongs_to_the_tree(scene: Scene) -> None:
+def test_inserted_tokens_are_found_and_owned_by_the_tree(scene: Scene) -> None:
     slots = scene.take(4)
     done = scene.tree.insert([1, 2, 3, 4], torch.tensor(slots))
     assert (done.cached, done.length, done.removed_nodes) == (0, 4, [])

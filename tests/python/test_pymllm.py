@@ -298,7 +298,7 @@ def test_a_wrong_row_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 # The seams.
 
 
-def test_what_is_replaced_takes_what_pymllm_passes() -> None:
+def test_replacements_take_the_arguments_that_pymllm_passes() -> None:
     pymllm.disable()
     assert {name for name, *_ in pymllm._originals()} == {
         "ChunkCache",

@@ -125,7 +125,7 @@ def test_slots_come_back_when_the_lease_is_over(network: Network) -> None:
     assert [allocator.available_size() for allocator in reversed(allocators)] == [64, 64]
 
 
-def test_what_is_read_after_the_lease_is_not_used(network: Network) -> None:
+def test_rows_read_after_the_lease_are_not_used(network: Network) -> None:
     pair = Pair(network)
     lease = pair.a.lend([1, 2], lease_s=5)
     transfer = pair.read(lease, [3, 4])
@@ -352,7 +352,7 @@ def test_fences_that_are_asked_together_share_a_poll(
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_who_waits_is_woken_by_another_thread(monkeypatch: pytest.MonkeyPatch, *, ends: bool) -> None:
+def test_waiting_ends_when_another_thread_polls(monkeypatch: pytest.MonkeyPatch, *, ends: bool) -> None:
     """By one that ends the lease, or one whose poll finds that it has ended."""
     for name in ("_FIRST_PAUSE_S", "_MAX_PAUSE_S"):
         monkeypatch.setattr(f"kvpool.remote.core.{name}", 60.0)
@@ -640,7 +640,7 @@ def test_a_peer_that_begins_anew_takes_its_old_place(network: Network) -> None:
     assert pair.b.stats()["refused"] == 1  # the one of before is nobody now
 
 
-def test_who_disconnects_lets_go_of_the_peer_alone(network: Network) -> None:
+def test_disconnecting_drops_that_peer_only(network: Network) -> None:
     """Also of what its reads had opened; and the peer can be connected again."""
     pair = Pair(network)
     c = network.endpoint("c", filled())

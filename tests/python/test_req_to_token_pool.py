@@ -401,7 +401,7 @@ def test_places_that_are_part_of_the_table_are_read_before(driver: Driver, seed:
 
 
 @cuda_only
-def test_others_run_while_a_write_waits_for_parts_of_the_table(driver: Driver) -> None:
+def test_threads_run_while_a_write_waits_for_parts_of_the_table(driver: Driver) -> None:
     driver.run()
     table = ReqToTokenPool(4, 8, "cuda", foreign_writes=True)
     [row] = table.alloc() or []

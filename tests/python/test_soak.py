@@ -60,7 +60,7 @@ def test_a_leak_is_found_in_noise(count: int) -> None:
     assert not trend_of(saw).is_flat
 
 
-def test_what_shrinks_is_flat_and_what_is_short_is_not_judged() -> None:
+def test_falling_series_are_flat_and_short_ones_are_not_judged() -> None:
     assert trend_of(np.linspace(9e5, 5e5, 100)).is_flat
     columns = {"seconds": np.arange(9.0), "rss_kib": np.arange(9.0)}
     assert not find_trends(columns, {"rss_kib": 1e9})

@@ -185,7 +185,7 @@ def test_pages_come_to_host_memory_through_a_staging_area(  # noqa: PLR0913 - tw
 
 @pytest.mark.cuda
 @pytest.mark.usefixtures("driver")
-def test_what_is_gathered_is_moved_on_to_scattered_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_pages_reach_scattered_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPOOL_STAGING_BYTES", "4608")
     chance = random.Random(1)  # noqa: S311
     with devices.on("cuda"):

@@ -94,7 +94,7 @@ def test_a_new_process_finds_what_an_earlier_one_had(
         assert not store.stats()["errors"]
 
 
-def test_what_is_published_is_stored_without_another_call(device: str, tmp_path: Path) -> None:
+def test_published_pages_are_stored_without_another_call(device: str, tmp_path: Path) -> None:
     with files(tmp_path) as store:
         scene = Scene(device, store=store)
         scene.keep(PROMPT)
@@ -289,7 +289,7 @@ def _raises(count: int) -> Sequence[bool]:
     [_raises, lambda _: [], lambda count: [False] * count, lambda _: None],
     ids=["raises", "empty", "false", "none"],
 )
-def test_what_a_store_fails_to_do_is_missing(
+def test_pages_that_a_store_fails_to_keep_are_missing(
     device: str, kind: str, fault: Callable[[int], Sequence[bool]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with Faulty(kind, fault) as store, caplog.at_level(logging.ERROR, "kvpool"):
@@ -386,7 +386,7 @@ def test_nothing_waits_for_a_store_and_a_fetch_can_end_early(device: str, kind: 
         scene.end()
 
 
-def test_what_waits_to_be_written_is_bounded(device: str) -> None:
+def test_the_queue_of_writes_is_bounded(device: str) -> None:
     with BlockingStore("write") as store:
         scene = Scene(device, store=store, host=28)  # seven pages: four may wait
         scene.keep(PROMPT)
@@ -405,7 +405,7 @@ def test_what_waits_to_be_written_is_bounded(device: str) -> None:
         scene.end()
 
 
-def test_what_waits_behind_evicted_pages_is_written(device: str) -> None:
+def test_pages_queued_behind_evicted_ones_are_written(device: str) -> None:
     with BlockingStore("write") as store:
         scene = Scene(device, store=store, host=28)  # seven pages: four may wait
         scene.keep(PROMPT)
@@ -680,7 +680,7 @@ def test_a_prompt_is_fetched_again_after_a_fetch_that_ended_early(device: str, e
 
 
 @pytest.mark.parametrize("write", ["through", "back"])
-def test_what_is_computed_while_it_is_fetched_goes_down_nevertheless(device: str, write: str) -> None:
+def test_pages_computed_during_a_fetch_are_written(device: str, write: str) -> None:
     with BlockingStore("read") as store:
         stored_prompt(device, store)
         other = Scene(device, store=store, write=write)
@@ -809,7 +809,7 @@ def test_a_child_of_a_fork_does_not_wait_for_threads_of_its_parent(tmp_path: Pat
 LONG = list(range(240))
 
 
-def test_what_a_slow_store_did_not_take_is_stored_later(device: str) -> None:
+def test_pages_refused_by_a_slow_store_are_stored_later(device: str) -> None:
     """In order: nothing that came later lies behind a hole."""
     with BlockingStore("write") as store:
         scene = Scene(device, size=512, host=256, store=store)  # 64 pages: 32 may be written at a time
@@ -841,7 +841,7 @@ def test_a_store_that_takes_a_part_of_each_call_gets_everything(device: str) -> 
         scene.end()
 
 
-def test_what_a_store_refused_is_put_again_when_it_is_used(device: str) -> None:
+def test_refused_pages_are_put_again_when_used(device: str) -> None:
     class Refusing(Memory):
         refuses = True
 
@@ -863,7 +863,7 @@ def test_what_a_store_refused_is_put_again_when_it_is_used(device: str) -> None:
         scene.end()
 
 
-def test_what_every_request_uses_on_the_device_stays_in_the_store(device: str, tmp_path: Path) -> None:
+def test_pages_used_on_the_device_stay_in_the_store(device: str, tmp_path: Path) -> None:
     """Each request begins alike; the device alone sees that, and the store is too small for all of them."""
     talks = [[*range(16), *[1000 * number + place for place in range(16)]] for number in range(1, 15)]
     for turn in range(2):

@@ -389,7 +389,7 @@ def test_memory_goes_back_whatever_became_of_its_stream(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(("size", "how"), [(64, "spins"), ((1 << 18) - 1, "spins"), (1 << 18, "sleeps")])
-def test_who_waits_for_a_long_copy_sleeps(driver: Driver, size: int, how: str) -> None:
+def test_waiting_for_a_long_copy_sleeps(driver: Driver, size: int, how: str) -> None:
     pool = ChunkPool(1, (size,), torch.float32)
     assert pool.wait_page_locked()
     chunk, values = some(pool.allocate()), torch.ones(size).cuda()

@@ -342,7 +342,7 @@ def test_a_pass_that_needs_more_is_an_error_that_names_the_arena() -> None:
 
 @cuda_only
 @of_pytorch
-def test_what_pytorch_has_is_exhausted_for_others_and_comes_back() -> None:
+def test_memory_lent_to_pytorch_is_exhausted_until_reset() -> None:
     workspace = make(24 * MIB)
     with workspace.use():
         torch.empty(16 * MIB, dtype=torch.uint8, device="cuda")

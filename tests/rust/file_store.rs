@@ -771,7 +771,7 @@ fn only_the_owner_has_access_to_the_files() {
 }
 
 #[test]
-fn others_with_access_to_the_pages_are_a_warning() {
+fn access_of_other_users_is_a_warning() {
     use std::os::unix::fs::PermissionsExt;
     let scratch = Scratch::new("others");
     let set = |path: &Path, mode: u32| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();

@@ -401,7 +401,7 @@ proptest! {
 }
 
 #[test]
-fn released_pages_are_merged_for_what_the_free_ones_lack() {
+fn released_pages_are_merged_when_free_ones_are_short() {
     let mut slots = SlotAllocator::new(8, 2, Order::Sorted).unwrap();
     let taken = IndexVec::I32(slots.alloc(4).unwrap().unwrap());
     assert_eq!(slots.free(&taken, OnBadFree::Fail).unwrap().dropped(), 0);

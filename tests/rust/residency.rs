@@ -90,7 +90,7 @@ fn the_order_of_eviction_does_not_depend_on_when_copies_end() {
 }
 
 #[test]
-fn what_is_read_keeps_its_place_and_its_turn() {
+fn pages_being_read_keep_place_and_order() {
     let mut tier = Residency::default();
     let first = copied(&mut tier, KEY, 'a', DevicePresence::Absent);
     let second = copied(&mut tier, [2; 32], 'b', DevicePresence::Absent);

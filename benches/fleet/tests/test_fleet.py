@@ -111,7 +111,7 @@ def test_requests_share_the_speed_of_a_decode_machine() -> None:
     assert parts(result, "decode") == [[1 + 1 + 0.5, 1]]
 
 
-def test_what_a_store_has_is_loaded_if_that_is_faster() -> None:
+def test_stored_prefixes_are_loaded_if_that_is_faster() -> None:
     """Blocks 0 to 4 leave the machine for those of the second request, and come back from the store."""
     machine = replace(MACHINE, tokens=24)
     trace = trace_of((0, 20, 2, range(5)), (10, 20, 2, range(10, 15)), (20, 20, 2, range(5)))
@@ -141,7 +141,7 @@ def test_a_load_that_ends_with_a_computation_is_waited_for() -> None:
     assert result.prefill_s[3] == pytest.approx(0.1)
 
 
-def test_what_was_loaded_behind_an_evicted_prefix_is_lost() -> None:
+def test_pages_behind_an_evicted_prefix_are_lost() -> None:
     cache, first, other = _Cache(6, 4, "lru"), np.arange(5), np.arange(10, 16)
     assert (cache.put(first), cache.length(first)) == (5, 5)
     assert (cache.put(other), cache.length(first)) == (6, 0)

@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shared_does_not_change() {
+    fn shared_values_do_not_change() {
         const MANY: usize = 4;
         let all: Vec<usize> = (0..2 * MANY).collect();
         for at in [0, 1, MANY, all.len()] {

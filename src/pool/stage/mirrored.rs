@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn short_runs_are_left_to_those_who_list_slots() {
+    fn short_runs_are_left_to_lists_of_slots() {
         let mut slots = MirroredSlots::new(256).expect("there is memory");
         let scattered: Vec<i32> = (1..=128).map(|slot| 2 * slot).collect();
         slots.write(0..128, &SlotList::of(&scattered).expect("there is memory"));

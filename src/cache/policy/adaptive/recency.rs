@@ -156,7 +156,7 @@ mod tests {
 
     /// A cache of single tokens, the most recently used one last.
     #[test]
-    fn finds_what_recency_would() {
+    fn finds_as_much_as_recency() {
         let mut used = [None; 40];
         let mut recent: Vec<usize> = Vec::new();
         let (mut ledger, mut found, mut state) = (Recency::new(16), 0_u32, 1_usize);
