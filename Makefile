@@ -64,7 +64,7 @@ MUTANTS := $(VENV)/mutants/bin/cargo-mutants
 # The tests read the environment, use addresses as numbers, and end while threads for copies still wait.
 MIRI_FLAGS := -Zmiri-disable-isolation -Zmiri-permissive-provenance -Zmiri-ignore-leaks
 .DEFAULT_GOAL := help
-COMMANDS := help demo dev test test-engines lint format api bench gpu \
+COMMANDS := help demo dev test test-engines lint format docs api bench gpu \
     cpu-test process-test software-test rust-test orders fuzz-briefly engines engine-test engine-runs old-torch-test version-test \
     rust-lint python-lint stub-lint kernel-lint wheel-lint verify-types \
     bench-contiguous bench-cuda bench-generate bench-late-bytes bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang \
@@ -177,7 +177,7 @@ verify-types: $(DEV)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright --verifytypes kvpool --ignoreexternal --outputjson > $(VENV)/types.json; \
 	    $(BIN)/python tests/typing/completeness.py $(VENV)/types.json
 
-# The stub, docs/api and the options in docs/tools.md agree with the extension and the commands.
+# The stub and the options in docs/tools.md agree with the extension and the commands.
 stub-lint: $(DEV)
 	$(BIN)/python -m mypy.stubtest kvpool._kvpool --mypy-config-file tests/stubtest.ini
 	$(BIN)/python docs/api.py --check
@@ -199,7 +199,11 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-## Write the docstrings of the stub, docs/api, and the options in docs/tools.md
+## The documentation with its reference as a site, into target/site
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+## Write the docstrings of the stub, and the options in docs/tools.md
 api: $(DEV)
 	$(BIN)/python docs/api.py
 	$(BIN)/ruff format python/kvpool/_kvpool.pyi
@@ -367,6 +371,10 @@ $(VENV)/.test: pyproject.toml $(VENV)/.tools
 
 $(VENV)/.wheels: pyproject.toml $(BIN)/python
 	$(INSTALL) --group wheels
+	touch $@
+
+$(VENV)/.docs: pyproject.toml $(BIN)/python
+	$(INSTALL) --group docs
 	touch $@
 
 $(VENV)/.fuzz: pyproject.toml $(VENV)/.test

@@ -6,6 +6,7 @@ import ast
 import inspect
 import itertools
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,23 @@ def run_blocks(run_snippet: RunSnippet, page: Path, kinds: set[str], folder: Pat
 @each_of([page for page in PAGES if has(page, "python")])
 def test_examples_run_as_printed(page: Path, tmp_path: Path, run_snippet: RunSnippet) -> None:
     run_blocks(run_snippet, page, {"python"}, tmp_path)
+
+
+SHOWN = re.compile(r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", flags=re.MULTILINE | re.DOTALL)
+"""An example, and the output that is shown right below it."""
+
+NEXT = "\n--- the next example ---\n"
+
+
+@pytest.mark.parametrize("name", ["tutorial", "cookbook"])
+def test_output_is_what_the_page_shows(name: str, tmp_path: Path, run_snippet: RunSnippet) -> None:
+    page = ROOT / "docs" / f"{name}.md"
+    found = [(example[1], example[2] or "") for example in SHOWN.finditer(text_of(page))]
+    assert len(found) == len([kind for kind, _, _ in fences(page) if kind == "python"])
+    assert sum(shown != "" for _, shown in found) >= 6
+    blocks = [(page.name, 0, f"{code}\nprint({NEXT!r}, end='')") for code, _ in found]
+    printed = run_snippet(RUNNER.format(folder=str(tmp_path), beside="", blocks=blocks), has_torch=True)
+    assert printed.split(NEXT)[:-1] == [shown for _, shown in found]
 
 
 HIDES_PYTORCH = 'sys.modules["torch"] = None'
@@ -211,8 +229,12 @@ def test_every_page_and_picture_is_linked() -> None:
 
 def test_the_readme_is_short_and_begins_with_what_to_do() -> None:
     lines = text_of(PAGES[0]).splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 160
     assert [line.split("#")[0].strip() for line in lines[2:6]] == ["```sh", "make demo", "make test", "```"]
+    first, second, *_ = fences(PAGES[0])
+    assert (first[0], second[0]) == ("sh", "python")
+    assert len([line for line in second[2].splitlines() if line]) == 6
+    assert lines[5:8] == ["```", "", "```python"]
 
 
 def test_every_class_has_its_section_source_and_tests() -> None:
@@ -225,7 +247,9 @@ def test_every_class_has_its_section_source_and_tests() -> None:
 
 
 def test_everything_public_is_on_one_page_of_the_reference() -> None:
-    text = "\n".join(text_of(page) for page in (ROOT / "docs" / "api").glob("*.md"))
+    pages: dict[str, str] = runpy.run_path(str(ROOT / "docs" / "api.py"))["api"]()
+    assert all(page.count("\n```") % 2 == 0 for page in pages.values())
+    text = "\n".join(pages.values())
     headings = re.findall(r"^## `kvpool\.(\w+)`$", text, flags=re.MULTILINE)
     described = {name for name in kvpool.__all__ if isinstance(getattr(kvpool, name), type)}
     assert described <= {*headings}
