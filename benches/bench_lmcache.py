@@ -32,7 +32,7 @@ CHUNKS = 512
 BATCH = 64
 ALTERNATIVE = "LMCache 0.5.6"
 LEAST = 0.95
-"""What noise leaves of 1, where both do little but make LMCache's objects."""
+"""A ratio of 1 less the noise, where both sides do little but make LMCache's objects."""
 
 
 def tensors(manager: type[Any], buffer: torch.Tensor) -> Any:  # noqa: ANN401

@@ -138,7 +138,7 @@ class Prompt:
 
 
 def request(kind: Any, length: int, steps: int) -> Case:  # noqa: ANN401 - a class of either
-    """All that the runner does for a request but compute: admission, insertion, decode steps, end."""
+    """The runner's work for a request without the model: admission, insertion, decode steps, end."""
     import pymllm_engine  # noqa: PLC0415 - once it is on the path
     from pymllm.orchestrator import model_runner_process  # noqa: PLC0415
 

@@ -203,7 +203,7 @@ def _module(module: griffe.Object | griffe.Alias) -> str:
     if module.path != "kvpool.typing":
         found = {name: _resolved(module, name) for name in names}
         described = [name for name, thing in found.items() if thing.is_class or thing.is_function]
-        # What another module describes is left out here.
+        # Types that another module describes are left out here.
         described = [name for name in described if found[name].module.path != "kvpool.typing"]
         parts = [_entry(found[name], f"{module.path}.{name}") for name in described]
         names = [name for name, thing in found.items() if thing.is_attribute]

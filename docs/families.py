@@ -115,7 +115,7 @@ _HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _WINDOWS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
 
-# What a family needs besides.
+# Options that a family needs besides.
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _ALL_HEADS

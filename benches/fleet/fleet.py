@@ -283,7 +283,7 @@ class _Fleet:
                 )
             )
         ]
-        # What happens when; of what happens at once, what was planned first.
+        # Events in the order of time; of those at the same time, the one planned first.
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._planned = 0
         self._now = 0.0

@@ -107,7 +107,7 @@ def test_ranges_are_those_of_lmcache(seed: int) -> None:
                 taken += found if isinstance(found, list) else []
                 refused += found is RuntimeError
             case 4 | 5 | 6 if taken:
-                # What touches is freed at once, as LMCache frees a batch; or the half of one.
+                # Neighbours are freed in one call, as LMCache frees a batch; or half of one.
                 taken.sort()
                 address, size = taken.pop(dice.randrange(len(taken)))
                 behind = [place for place in taken if place[0] == address + size]

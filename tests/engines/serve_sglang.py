@@ -81,7 +81,7 @@ def main() -> None:
     aborted = 0
     if config.get("aborts"):
         aborted = engine.loop.run_until_complete(abort_some(engine, prompts[:12]))
-    # What came before is in the prefix cache, if there is one.
+    # Earlier requests are in the prefix cache, if there is one.
     again = {**sampling, "max_new_tokens": 16}
     answers += engine.generate(input_ids=prompts[:8], sampling_params=again, rid=names[-8:])
     report = {

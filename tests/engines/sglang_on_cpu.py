@@ -43,12 +43,12 @@ TREE_ON = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "kvpool"}
 
 
 _BATCH = re.compile(r"Prefill batch, (.*?#pending-token: \d+)|(#retracted_reqs: .*)")
-"""What the log says of each batch of prompts: requests, tokens, slots in use, and who waits. The requests of
+"""A batch of prompts in the log: requests, tokens, slots in use, waiting requests. The requests of
 a call reach the scheduler together, so that this depends on no clock."""
 
 
 class Schedule(NamedTuple):
-    """What a scheduler has decided.
+    """The decisions of a scheduler.
 
     Attributes:
         cached: Cached tokens of each request.

@@ -495,7 +495,7 @@ class Pair:
                 session_id=session,
             )
             if self.config.has_swa and freed_pages:
-                # What the window has left behind is freed before it is inserted.
+                # Tokens behind the window are freed before the rest is inserted.
                 end = min(size - page, length + freed_pages * page)
                 if end > length:
                     tree.allocator.free_swa_segment(values[length:end], start_pos=0)

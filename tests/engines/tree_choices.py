@@ -112,7 +112,7 @@ def choices() -> None:
     hierarchical = SimpleNamespace(enable_hierarchical_cache=True)
     with mock.patch.object(radix_cache, "_settings", return_value=hierarchical):
         assert "host tier" in str(radix_cache.reason_to_delegate(plain))
-    # What is not delegated in time refuses, and says what to do.
+    # A call that was not delegated in time raises, and says what to do.
     for name in ("set_hicache_enabled", "node_by_id"):
         try:
             getattr(made.tree_core, name)()

@@ -43,7 +43,7 @@ def blocks_of(pool: Any, numbers: list[int]) -> list[Any]:  # noqa: ANN401
 
 
 def state(pool: Any) -> object:  # noqa: ANN401
-    """All that can be seen of a pool, blocks by their numbers."""
+    """The visible state of a pool, with blocks by their numbers."""
     return (
         [block.block_id for block in pool.free_block_queue.get_all_free_blocks()],
         [(b.ref_cnt, b.block_hash, b.block_hash_num_tokens, b.is_null) for b in pool.blocks],

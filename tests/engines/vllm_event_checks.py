@@ -126,7 +126,7 @@ def test_vllm_reads_what_a_cache_publishes_and_asks_for_it_again(tmp_path: Path,
         parts = messages.recv_multipart()
         cache.insert(range(8), some(allocator.alloc(8)), namespace="a")
         publisher.publish()
-        # What vLLM's replays are asked with, and answer.
+        # A replay as vLLM's clients ask for it, and its answer.
         replays.send_multipart((b"", int.from_bytes(parts[1], "big").to_bytes(8, "big")))
         again = []
         while True:

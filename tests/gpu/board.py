@@ -85,7 +85,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def collect(results: Sequence[Result]) -> dict[str, Any]:
-    """What all groups have told."""
+    """The records of all groups."""
 
     def told(kind: str) -> list[dict[str, Any]]:
         return [{k: v for k, v in r.items() if k != "kind"} for r in report.records_of(results, kind)]
@@ -151,7 +151,7 @@ def limits() -> dict[str, float]:
 
 
 def child_environment(*, is_dry: bool) -> dict[str, str]:
-    """What a group needs to find: compilers, and folders for what they make."""
+    """The environment of a group: compilers, and folders for their output."""
     kept = Path(tempfile.gettempdir()) / f"kvpool-gpu-{os.getuid()}"
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     env.setdefault("FLASHINFER_WORKSPACE_BASE", str(kept))

@@ -28,7 +28,7 @@ ROTATED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Target:
-    """What a row should reach.
+    """The target of a row.
 
     Attributes:
         metric: `host` or `device`.
@@ -44,7 +44,7 @@ class Target:
 
 
 class Side:
-    """What one side does, again and again, over its own data.
+    """The call of one side, repeated over its own data.
 
     Args:
         calls: One call for each set of data.
@@ -150,7 +150,7 @@ class Board:
         records.add("missing", question=what, peer=peer, why=text)
 
     def peer(self, what: str, name: str, make: Callable[[], Any], *, of_gpu: bool = False) -> Any:  # noqa: ANN401
-        """What `make` gives, or nothing where the peer is missing, which is told."""
+        """The result of `make`, or nothing where the peer is missing, which is reported."""
         if of_gpu and self.dry:
             self.missing(what, name, "it runs on a GPU alone")
             return None

@@ -1,4 +1,4 @@
-"""What kvpool is timed beside: FlashInfer, files of SGLang, and vLLM's scheme of writing rows.
+"""The peers that kvpool is timed beside: FlashInfer, files of SGLang, vLLM's scheme of writing rows.
 
 Each function fails where its peer is missing; `Board.peer` names it then.
 """
@@ -39,7 +39,7 @@ extern "C" __global__ void nothing() {}
 def _new_pages(
     seq_lens: torch.Tensor, page_size: int, prefix_lens: torch.Tensor | None = None, *, decode: bool = False
 ) -> int:
-    """What SGLang's allocators ask of its utilities: the pages that lengths begin."""
+    """The utility that SGLang's allocators call: the number of pages that lengths begin."""
     if decode or prefix_lens is None:
         return int((seq_lens % page_size == 1).sum())
     return int(((seq_lens + page_size - 1) // page_size - (prefix_lens + page_size - 1) // page_size).sum())

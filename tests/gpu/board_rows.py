@@ -834,7 +834,7 @@ def tier(board: Board) -> Rows:
 
 
 def layers(board: Board) -> Rows:
-    """What a decode step asks of the pools: rows written and gathered and attention, for 32 layers."""
+    """A decode step's calls to the pools: rows written and gathered, and attention, for 32 layers."""
     batch, context, depth = (2, 16, 2) if board.little else (64, 1024, 32)
     what = f"decode of {batch}, context {context}: set_kv, gather_kv and SDPA of {depth} layers"
 

@@ -73,7 +73,7 @@ class Exact:
         yield "rows beyond 2^31 elements", self.big_pool
 
     def _written(self, x: torch.Tensor, dtype: torch.dtype, scale: float | None = None) -> list[torch.Tensor]:
-        """What a pool makes of values: as K and V in one piece, and as K in one piece and V with strides."""
+        """Values as a pool stores them: K and V in one piece, and K in one piece and V with strides."""
         rows = x.numel() // WIDTH
         pool = kvpool.KVPool(rows, 1, *HEADS, self._device, dtype)
         slots = torch.arange(1, rows + 1, dtype=torch.int32, device=self._device)

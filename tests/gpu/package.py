@@ -1,4 +1,4 @@
-"""What a machine with a GPU lacks: wheels, and files of SGLang that kvpool is timed beside.
+"""Packs what a machine with a GPU lacks: wheels, and files of SGLang that kvpool is timed beside.
 
     python tests/gpu/package.py .gpu [SGLANG.whl]    # where the package is made
 

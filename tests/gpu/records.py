@@ -1,4 +1,4 @@
-"""What a step tells `run.py`, beside what it prints: one JSON object a line, there as soon as it is known.
+"""Records of a step for `run.py`, beside its output: one JSON object a line, written at once.
 
 A step that is ended in the middle has told all it knew by then.
 """
@@ -27,7 +27,7 @@ def add(kind: str, **fields: object) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All that was told, without a last line that was not finished."""
+    """All records, without a last line that was not finished."""
     if not path.exists():
         return []
     found = []

@@ -116,7 +116,7 @@ def captures_section(results: Sequence[Result]) -> list[str]:
 
 
 def exact_section(results: Sequence[Result]) -> list[str]:
-    """What was compared bit by bit, and how many values."""
+    """The bitwise comparisons, with the number of values."""
     return section("Exactness", bullets(f"{r['what']}: {r['told']}" for r in records_of(results, "exact")))
 
 
@@ -130,7 +130,7 @@ def first_pool_section(results: Sequence[Result]) -> list[str]:
 
 
 def images_section(results: Sequence[Result]) -> list[str]:
-    """What the kernels of each image wrote otherwise than the same calls in host memory."""
+    """Where the kernels of each image differ from the same calls in host memory."""
     lines: list[str] = []
     for found in records_of(results, "images"):
         counts = f"Kernels {found['kernels']}: {len(found['wrong'])} of {found['checks']} results differ."
@@ -264,7 +264,7 @@ def markdown(results: Sequence[Result], about: Mapping[str, str], tables: Sequen
         try:
             lines += make(results)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            # What a step tells is not worth losing what the others told.
+            # A bad record of one step must not lose those of the others.
             lines += [f"A section could not be made of what was told (`report.json`): {error!r}", ""]
     for path in tables:
         if path.exists():

@@ -30,7 +30,7 @@ INTERPRETERS = {
     "cp314t": ("python3.14t",),
     "abi3.abi3t": ("python3.15t", "python3.15"),
 }
-# What a user does first, without PyTorch and NumPy.
+# The first calls of a user, without PyTorch and NumPy.
 FIRST_CALLS = """
 import kvpool
 allocator = kvpool.TokenToKVPoolAllocator(8, device="cpu")

@@ -1,4 +1,4 @@
-"""What is linked into the extension: crates and Rust's standard library, with their licences.
+"""The crates linked into the extension, Rust's standard library among them, with their licences.
 
 python tests/packaging/linked.py licences           writes docs/third-party-licences.txt
 python tests/packaging/linked.py licences --check   compares it

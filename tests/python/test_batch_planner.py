@@ -901,7 +901,7 @@ def test_memory_does_not_grow() -> None:
     assert_steady(serve_two_requests, 4 << 20)
 
 
-# What callers can do from inside
+# Calls from within calls
 
 
 @pytest.mark.timeout(60)

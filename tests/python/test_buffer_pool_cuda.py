@@ -197,7 +197,7 @@ def test_device_memory_comes_back(driver: Driver) -> None:
     out = driver.device_bytes()
     pool.clear()
     assert out - driver.device_bytes() >= MIB
-    # What is cleared stays for those who have a tensor of it.
+    # Tensors keep their memory after a clear.
     pool.reset()
     pool.clear()
     assert driver.device_bytes() - before[0] >= 6100

@@ -95,7 +95,7 @@ def test_a_copy_is_one_call_of_the_driver_and_waits_for_nothing(driver: Driver) 
         assert copy.query() is False
 
 
-# What lies in a tensor of 4096 numbers, and the copies that it takes.
+# Parts of a tensor of 4096 numbers, and the copies that each takes.
 GAPS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     "runs": (lambda x: x.view(64, 64)[:, 3:40], 1),
     "one_run": (lambda x: x.view(64, 64)[5:6, 3:40], 1),
@@ -316,7 +316,7 @@ def test_only_an_allocate_that_would_fail_waits_for_copies(driver: Driver, batch
     again = some(pool.allocate_batch(2)) if batch else take(pool, 2)
     assert driver.calls("cuEventSynchronize") > 0
     assert sorted(indices(again)) == [0, 1]
-    # What the next owner writes does not reach the copies.
+    # Writes of the next owner do not reach the copies.
     for chunk in again:
         fill(chunk, 50)
     driver.run()

@@ -131,7 +131,7 @@ def test_any_part_of_slots_is_freed_as_on_the_host(
             step = int(numbers.choice([1, 1, 2, 3]))
             for pool, slots in zip(pools, kept[which], strict=True):
                 pool.free(slots[first:last:step])
-            # What is left, and sometimes a part of this once more, is freed later.
+            # The rest is freed later, and sometimes a part of these slots a second time.
             if numbers.random() < 0.5:
                 kept.pop(which)
         else:
@@ -273,7 +273,7 @@ def test_indices_of_the_host_cost_one_launch(driver: Driver) -> None:
     "count", [1, 2, 297, 298, 330, 331, 454, 455, 465, 466, 858, 859, 948, 949, 954, 955, 1200]
 )
 def test_lists_cross_with_the_launch_or_are_copied_and_do_the_same(driver: Driver, count: int) -> None:
-    # What parameters leave of 4 KiB.
+    # The rest of 4 KiB beside the other parameters.
     room = {
         "set_kv_buffer": 858,
         "gather_kv": 954,
@@ -532,7 +532,7 @@ def test_strict_tells_of_bad_values_when_they_land() -> None:
     some(allocator.alloc(4))
     allocator.free(ints(1, 2, 99))
     torch.cuda.synchronize()
-    # Who only looks is not told, and takes it from nobody.
+    # A call that only looks does not report it, and leaves it to the next call.
     assert allocator.stats()["pending"] == 3
     with pytest.raises(IndexOwnershipError, match=r"did not know.*99"):
         allocator.verify()
@@ -1028,7 +1028,7 @@ def test_codes_that_are_newer_than_every_header_are_told(driver: Driver, call: s
     assert driver.planned() == 0
     name = "a code that the driver has no name for" if code == 9999 else r"CUDA_ERROR_\w+"
     assert all(re.search(rf"{call} failed with {name} \({code}\)", text) for text in told)
-    # What goes back asks first whether its streams are captured, and tells nobody either.
+    # Returning memory asks first whether its streams are captured, and does not report it either.
     assert told or call in {"cuMemFree_v2", "cuStreamIsCapturing"}
 
 

@@ -249,7 +249,7 @@ def test_work_is_enqueued_on_the_current_stream(gpu: Gpu) -> None:
             out = torch.empty_like(k), torch.empty_like(v)
             pool.gather_kv(1, slots, out=out)
             gathered.append((stream, out))
-    # What went to the default stream by mistake runs before what it should have waited for.
+    # Work on the default stream by mistake would run before the work that it has to wait for.
     torch.cuda.default_stream().synchronize()
     for number, (stream, (k, v)) in enumerate(gathered):
         stream.synchronize()
@@ -660,7 +660,7 @@ def test_half_precision_rows_agree_with_a_float64_reference(
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_scaled_rows_agree_with_a_float64_reference(gpu: Gpu, stored: torch.dtype, dim: int) -> None:
     scale = 1.7
-    # What is divided by is the scale in float32.
+    # The divisor is the scale in float32.
     divisor = torch.tensor(scale, dtype=torch.float32).double().item()
     batch = stored_batch(row_count(gpu, dim), dim, stored, torch.float32, scale)
     for buffer, values, by in (

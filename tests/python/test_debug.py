@@ -282,7 +282,7 @@ def test_pools_without_units_have_no_leaks() -> None:
                 ask()
 
 
-# What bad frees say.
+# Reports of bad frees.
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -870,7 +870,7 @@ def test_threads_do_not_sign_for_each_other() -> None:
     assert by_owner(pool) == totals
 
 
-# What all pools have in common.
+# All pools.
 
 
 def test_pools_are_sorted_by_name_and_number() -> None:

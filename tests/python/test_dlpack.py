@@ -296,7 +296,7 @@ print(json.dumps([
 """
 
 
-# What becomes of tensors that are not plain, as values and as indices.
+# Tensors that are not plain, as values and as indices.
 UNUSUAL = """
 import kvpool
 import warnings

@@ -33,7 +33,7 @@ CODES = (LAUNCH_FAILED, OUT_OF_MEMORY, *NEWER_CODES)
 
 @pytest.fixture(autouse=True)
 def _on_cuda() -> Iterator[None]:
-    # What stands in for PyTorch's kernels makes no call of the driver then.
+    # The stand-ins for PyTorch's kernels make no driver call then.
     with devices.on("cuda"), memory_of_pytorch():
         yield
 
@@ -199,7 +199,7 @@ def test_a_context_that_has_failed_is_told_by_every_call_and_costs_nothing_else(
     for call in calls:
         with pytest.raises(DriverError, match=rf"failed with CUDA_ERROR_\w+ \({code}\)"):
             call()
-    # What the host knows goes on, so that an engine can say what it had.
+    # Calls on the host still work, so that an engine can report what it had.
     allocator.free(slots)
     assert allocator.available_size() == 64
     allocator.verify()
@@ -221,7 +221,7 @@ def test_survives_a_driver_that_shuts_down(driver: Driver) -> None:
     del kv
     gc.collect()
     driver.repair()
-    # What could not be awaited goes back later.
+    # Memory whose streams could not be awaited is returned later.
     allocator = TokenToKVPoolAllocator(8, "cuda")
     del allocator
     driver.run()

@@ -59,7 +59,7 @@ def put(store: FileStore, *numbers: int) -> list[bool]:
 
 
 def found(store: FileStore, *numbers: int) -> list[int]:
-    """Those that are found; they are right to the byte."""
+    """The pages that are found; they are right to the byte."""
     pages = np.full((len(numbers), store.page_bytes), 0x5A, dtype=np.uint8)
     transfer = store.get(keys_of(*numbers), pages)
     assert transfer.wait(60)

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[dict[str, Any]]]:
-    """What a board tells, of one kind."""
+    """The records of one kind that a board writes."""
     path = tmp_path / "told.jsonl"
     monkeypatch.setenv(records.FILE, str(path))
     return lambda kind: [record for record in records.read(path) if record["kind"] == kind]
@@ -107,7 +107,7 @@ class FakeGraph:
 
 
 def replace_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the board calls of PyTorch's GPU, without one."""
+    """The calls that the board makes to PyTorch's GPU, without one."""
     for name, fake in {
         "Event": FakeEvent,
         "Stream": FakeStream,

@@ -177,7 +177,7 @@ def test_a_limit_and_a_shortage(device: str) -> None:
     scene.finish(load)
     scene.check(lease, PROMPT)
     scene.allocator.free(taken)
-    # What is left is loaded by a later match.
+    # A later match loads the rest.
     lease.release()
     later = scene.cache.match(PROMPT)
     assert (later.length, later.loadable) == (8, 16)
@@ -312,7 +312,7 @@ def test_layers_come_beside_the_calls_of_their_user(driver: Driver) -> None:
         load = some(lease.load())
         # All layers are enqueued before the first is waited for; no call waits.
         assert driver.calls("launch:kvpool_copy_pages") == LAYERS
-        # What need not be asked or done for each layer is not.
+        # Driver calls that are not needed for each layer are made once.
         assert driver.calls("cuStreamIsCapturing") == 2
         assert driver.calls("cuCtxPushCurrent_v2") <= 2
         assert driver.calls("cuEventRecord") == LAYERS + 1
@@ -323,7 +323,7 @@ def test_layers_come_beside_the_calls_of_their_user(driver: Driver) -> None:
             load.wait_layer(0)
             first = scene.kv.gather_kv(0, lease.slots)[0]
             driver.run(stream)
-            # What lies behind layer 0 has run, layers 1 and 2 have not come.
+            # The work behind layer 0 has run; layers 1 and 2 have not arrived.
             assert driver.pending() >= LAYERS - 1
             assert driver.pending(stream) == 0
             del first
@@ -452,7 +452,7 @@ def test_clear_clears_the_tier(device: str) -> None:
         scene.kv.set_kv_buffer(
             layer, taken, to_current(torch.ones(24, 2, 4)), to_current(torch.ones(24, 1, 3))
         )
-    # What is copied up is copied one after the other.
+    # Copies up run one after the other.
     scene.keep(PROMPT, namespace="c")
     scene.settle()
     scene.cache.evict(SIZE)
@@ -660,7 +660,7 @@ def test_the_child_of_a_fork_computes_what_its_parent_loads() -> None:
     scene.finish(load)
 
     def is_wrong() -> bool:
-        # What had arrived is there; the child has threads of its own.
+        # Pages that had arrived are there; the child has threads of its own.
         scene.check(lease, PROMPT)
         scene.keep([7] * 8)
         scene.settle()
@@ -740,7 +740,7 @@ def test_a_driver_call_that_fails_loses_nothing(  # noqa: C901 - one call after 
             scene.end()
             scene, lease, load = make()
             slots = some(scene.allocator.alloc(24))
-        # What cannot be copied down is not found there; the call goes on.
+        # A page that cannot be copied down is not found there; the call succeeds.
         is_told = call in {"load", "wait", "cancel"} or (call == "publish" and has_states)
         assert (failures > 0) == is_told, failures
 
@@ -760,7 +760,7 @@ def test_a_copy_down_is_behind_every_stream_that_published(driver: Driver, write
                 scene.cache.evict(SIZE)
             else:
                 scene.cache.match(PROMPT).release()
-        # Those two, the stream that gathers, and the copies behind it.
+        # Both streams of copies, the stream that gathers, and the copies behind it.
         assert driver.calls("cuStreamWaitEvent") == 4
         driver.run()
         scene.forget()
@@ -793,7 +793,7 @@ def test_slots_are_cleared_behind_what_is_copied_there(driver: Driver, *, captur
             with on_stream(stream):
                 scene.allocator.clear()
             assert driver.pending() >= LAYERS
-            # What is enqueued there from now on brings the copies first.
+            # Work enqueued there from now on comes after the copies.
             driver.run(stream)
             assert driver.pending() == 0
         driver.restore()

@@ -355,7 +355,7 @@ def test_a_slot_of_two_requests_is_counted() -> None:
     # To be freed as a duplicate, although it is another node's.
     assert tree.insert([5, 6, 7], [50, 51, 30]).actions() == [("free", 0, 3)]
     assert tree.second_owners() == (3, 30)
-    # What was evicted has no owner.
+    # Evicted slots have no owner.
     tree.evict(100)
     tree.insert(PROMPT, SLOTS)
     tree.insert([4], [(1 << 31) - 1])

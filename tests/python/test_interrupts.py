@@ -74,7 +74,7 @@ COPIES = """
     def stored():
         return [pool.k_buffer[0][1 : HALF + 1], pool.v_buffer[0][1 : HALF + 1]]
 
-    # What to do, and where it writes.
+    # Calls, and the tensors that they write.
     copies = {
         "set_kv_buffer": (lambda: pool.set_kv_buffer(0, lower, half_rows, half_rows), stored),
         "gather_kv": (lambda: pool.gather_kv(0, upper, out), lambda: out),

@@ -145,7 +145,7 @@ def test_long_prompts_are_several_batches_of_bounded_size(size: int) -> None:
     assert lengths[-1] == 0
 
 
-# What is refused
+# Refusals
 
 
 @given(payload=st.binary(max_size=300))
@@ -603,7 +603,7 @@ def test_messages_and_replays_have_the_parts_that_vllm_sends() -> None:
         messages.subscribe(b"kv")
         messages.connect(publisher.endpoint)
         replays.connect(some(publisher.replay_endpoint))
-        # What is there already comes with the first batch; none is lost once a subscription was seen.
+        # The first batch has the present contents; none is lost once a subscription was seen.
         while not messages.poll(20):
             insert(cache, [random.randrange(100) for _ in range(8)])  # noqa: S311
             cache.evict(8)
@@ -682,7 +682,7 @@ def test_a_worker_that_ends_and_begins_again(index: PrefixIndex, has_replay: boo
         endpoint = publisher.endpoint
         replay = publisher.replay_endpoint if has_replay else None
     endpoints = {"endpoint": endpoint, "replay_endpoint": replay}
-    # What ends here takes connections until ZeroMQ has closed it, and answers nothing.
+    # A socket that is being closed takes connections until ZeroMQ has closed it, and never answers.
     with EventSubscriber(index, replay_timeout_s=1, check_s=1) as subscriber:
         subscriber.connect("a", endpoint, replay)
         assert subscriber.poll() == 0

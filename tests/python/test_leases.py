@@ -135,7 +135,7 @@ def test_a_cut_request_publishes_before_the_fence() -> None:
     assert lease.length == 2
     some(scene.planner.extend([row], [2], [6]))
     assert lease.publish([7, 8, 5, 6]).length == 6
-    # What was cut off may still be read, and cannot be evicted.
+    # Tokens that were cut off may still be read, and cannot be evicted.
     assert scene.sizes() == (0, 8, 0)
     scene.planner.truncate([row], [3], after=second)
     first.done = True

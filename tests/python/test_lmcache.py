@@ -488,7 +488,7 @@ def test_a_backend_agrees_with_a_dict(cls: type[LocalPool], chunks: int) -> None
             assert same(backend.get(key), copies.get(key))
         else:
             backend.remove(key)
-        # Those that it evicted are gone.
+        # Evicted chunks are gone.
         copies = {key: copies[key] for key in backend.objects}
         assert pool.stats()["in_use"] == len(copies) <= chunks
     for key in keys:

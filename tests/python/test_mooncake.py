@@ -271,7 +271,7 @@ def test_a_value_that_does_not_fit_its_key_is_missing(pair: tuple[Server, Server
 
 
 def test_evicted_pages_are_missing(start: Callable[..., Cluster]) -> None:
-    # What was written or found may be evicted after a moment instead of ten seconds.
+    # Pages written or found may be evicted after a moment instead of ten seconds.
     cluster = start("--default_kv_lease_ttl=50", "--eviction_ratio=0.2")
     one, other = cluster.server(16 << 20), cluster.server(16 << 20)
     pages = [*range(320)]

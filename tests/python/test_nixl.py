@@ -319,7 +319,7 @@ def was_interrupted(env: dict[str, str], end: signal.Signals) -> bool:
         wait_until(lambda: b.is_over(more), "the other read is not over")
         assert b.ask("transfer", more)[1] is None
         assert b.ask("wrong", MORE, 3) == 0
-        # What is sent arrives over a connection, and none is left.
+        # Messages arrive over a connection, and none is left.
         wait_until(lambda: not any(other in ends for _, other in b.connections()), "a can send to b")
         assert b.ask("wrong", MANY, 2) == 0
         stats = b.ask("stats")
@@ -439,7 +439,7 @@ import kvpool
 from kvpool.integrations.nixl import Endpoint
 
 def is_asleep():
-    # What spins runs, or waits for a core, whenever one looks.
+    # A thread that spins is running, or waiting for a core, at every look.
     for thread in Path("/proc/self/task").iterdir():
         if int(thread.name) != threading.get_native_id():
             with suppress(OSError):  # it has ended

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shared_fixtures import RunSnippet
 
 PACKAGE = Path(__file__).parents[2] / "python" / "kvpool"
-# What an integration that is not named after its engine may import.
+# Imports of integrations that are not named after their engine.
 ENGINES = {"kv_events": {"blake3", "msgspec", "zmq"}}
 
 # The modules of the package, by name.

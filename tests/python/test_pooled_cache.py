@@ -276,7 +276,7 @@ def test_pages_that_are_read_in_place() -> None:
     assert pair.views == 2 * pair.pool.layer_num
 
 
-# What is refused
+# Refusals
 
 
 @pytest.fixture

@@ -241,7 +241,7 @@ def test_pools_and_leases_go_in_any_order(last: str) -> None:
         for name in order:
             del alive[name]
         if last == "allocator":
-            # What the planner's request was given went to the cache, and back with it.
+            # The slots of the planner's request went to the cache, and back with it.
             assert alive["allocator"].available_size() == 64
             alive["allocator"].verify()
         elif last == "states":
@@ -539,7 +539,7 @@ def test_clear_gives_up_what_no_lease_holds() -> None:
     assert [scene.length(range(8), name) for name in (None, "a", "b")] == [8, 0, 8]
     assert scene.sizes() == (16, 4, 0, 44)
     assert lease.length == 4
-    # What is published through it is found by no one else, too.
+    # Pages published through it are not found either.
     lease.publish([5], scene.alloc(1))
     assert scene.length([*range(4), 5], "a") == 0
     scene.insert(range(8), "a")
@@ -689,7 +689,7 @@ def test_the_least_recently_used_snapshot_is_given_up() -> None:
         if prompt is not prompts[0]:
             scene.cache.match(prompts[0]).release()
     assert [scene.length(prompt) for prompt in prompts] == [4, 0, 4]
-    # Those in use stay, and the new one is then done without.
+    # Snapshots in use stay, and the new one is left out.
     leases = [scene.cache.match(prompt) for prompt in prompts]
     scene.cache.match([5]).publish([5], scene.alloc(1), state=1)
     assert scene.length([5]) == 0
@@ -936,7 +936,7 @@ def test_events_are_what_a_router_needs() -> None:
     lease = scene.cache.match(range(8), namespace="a")
     scene.cache.clear("a")
     assert scene.cache.events()[0].pages  # type: ignore[union-attr]
-    # What is found no more comes and goes in silence.
+    # Pages that are not found cause no events.
     lease.publish([1, 2, 3, 4], scene.alloc(4))
     lease.release()
     assert scene.cache.events() == []
@@ -995,11 +995,11 @@ def test_leaks_list_cached_slots_apart() -> None:
     with scene.cache.match(range(9)):
         parts = {leak.state: (leak.owner, leak.spans) for leak in scene.allocator.leaks()[1:]}
     assert parts == {"evictable": ("the cache", [(12, 28)]), "locked": ("the cache", [(4, 12)])}
-    # What stays found is no leak.
+    # Cached slots are no leak.
     with scene.allocator.expect_balanced():
         scene.insert(range(100, 108))
     scene.allocator.free(kept)
-    # What is shared with a request is live.
+    # Slots shared with a request are live.
     scene.allocator.share([4])
     assert {leak.state for leak in scene.allocator.leaks()} == {"live", "evictable"}
     scene.allocator.free([4])

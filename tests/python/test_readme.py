@@ -123,7 +123,7 @@ def test_output_is_what_the_page_shows(name: str, tmp_path: Path, run_snippet: R
 
 HIDES_PYTORCH = 'sys.modules["torch"] = None'
 
-# As much of JAX as the pages use: it has capsules, and arrays that kvpool reads.
+# The part of JAX that the pages use: capsules, and arrays that kvpool reads.
 JAX = """
 import sys, types
 import numpy

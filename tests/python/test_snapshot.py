@@ -103,7 +103,7 @@ def test_cached_slots_are_shown_apart(tmp_path: Path, *, debug: bool) -> None:
     cells = _cells(one, {}, 1).tolist()
     assert cells[0] == cells[1] != cells[2] == cells[4] not in (cells[5], cells[-1])
     kvpool.snapshot(tmp_path / "one.png", pool)
-    # What a request shares is its own, too.
+    # Slots that a request shares count as its own, too.
     pool.share([1])
     assert states(pool)[:2] == [(1, 2, "live"), (2, 3, "locked")]
     lease.release()

@@ -209,7 +209,7 @@ def test_gathered_pages_reach_scattered_places(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.cuda
 def test_the_places_of_a_prompt_lie_together(driver: Driver) -> None:
-    """Those of another one, whose end was evicted first."""
+    """The places of another prompt, whose end was evicted first."""
     with devices.on("cuda"):
         scene = Scene("cuda", host=48)  # twelve pages
         for first in (100, 200):

@@ -111,7 +111,7 @@ def test_two_caches_share_a_store(device: str) -> None:
         one.keep(PROMPT)
         until(lambda: len(store.pages) == 6)
         assert fetched(other, PROMPT).length == 24
-        # What is there is not fetched again.
+        # Pages in the tier are not fetched again.
         assert fetched(other, PROMPT).length == 0
         assert fetched(one, PROMPT).length == 0
         lease = other.cache.match(PROMPT)
@@ -379,7 +379,7 @@ def test_nothing_waits_for_a_store_and_a_fetch_can_end_early(device: str, kind: 
             other.cache = PrefixCache(other.allocator, tiers=(other.tier, Memory()), model="a model")
         until(lambda: other.cache.cached_size() >= 0 and other.tier.stats()["arriving"] == 0)
         other.tier.verify()
-        # What came before it was cancelled stays; what was cleared is gone.
+        # Pages that arrived before the cancellation stay; cleared ones are gone.
         loadable = other.cache.match(PROMPT).loadable
         assert loadable == 0 if "clear" in end else loadable in {0, 24}
         other.end()
@@ -899,7 +899,7 @@ def test_uses_are_recorded_at_a_bounded_rate_and_never_by_a_match(device: str) -
 
 
 class Agreement:
-    """What ranks do to agree: the smallest number that any of them passes."""
+    """How ranks agree: on the smallest number that any of them passes."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier, self.numbers = threading.Barrier(ranks, timeout=30), [0] * ranks

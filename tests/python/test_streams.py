@@ -795,7 +795,7 @@ def test_threads_that_page_lock_are_counted_from_one(monkeypatch: pytest.MonkeyP
         ChunkPool(2, (64,), torch.float32)
 
 
-# What is opened and allocated for a call
+# Streams and memory that a call opens and allocates
 
 
 def test_a_strided_question_allocates_once(driver: Driver) -> None:

@@ -78,7 +78,7 @@ def test_all_names_what_is_there(module: ModuleType) -> None:
 
 
 def test_types_of_public_signatures_are_public() -> None:
-    """Those that the stub imports are among those that `kvpool.typing` lists."""
+    """The types that the stub imports are among those that `kvpool.typing` lists."""
     text = Path(kvpool.__file__).with_name("_kvpool.pyi").read_text(encoding="utf-8")
     [names] = [
         {alias.name for alias in node.names}

@@ -249,7 +249,7 @@ class Block(torch.nn.Module):
 
 
 def taken_from_the_driver() -> tuple[int, int]:
-    """What tells of a new allocation.
+    """How a new allocation shows.
 
     Bytes that the device has left, and PyTorch's allocations; where other processes use the device, too, the
     bytes that PyTorch has taken.

@@ -452,7 +452,7 @@ fn reinserted_tokens_count_as_one_use() {
     assert_eq!(hits(&[1, 2, 4], 2), 1);
 }
 
-/// Those that a request may read, and a page more.
+/// The tokens that a request may read, and a page more.
 #[test]
 fn windows_that_are_used_are_evicted_last() {
     let mut tree = HybridTree::new(windows(1));

@@ -1,4 +1,4 @@
-//! What a request publishes to a prefix cache, and what of it is refused.
+//! Publications of requests to a prefix cache, and those that are refused.
 
 use std::sync::Arc;
 

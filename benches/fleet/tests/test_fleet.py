@@ -612,7 +612,7 @@ def test_the_arithmetic_of_the_page() -> None:
 
 
 def test_the_figures_of_the_page() -> None:
-    """Those of a fleet without a store."""
+    """The options of a fleet without a store."""
     if not CONVERSATION.exists():
         pytest.skip(f"{CONVERSATION.name} is not beside the repository in shared/traces")
     config = FleetConfig(3, 2, prefill_rate=20_000, decode_rate=2_500, link=12.5e9)

@@ -89,7 +89,7 @@ class Case:
         return {"cpu": "cpu", "cuda": "cuda:0"}[devices.current()] if self.on_device else "cpu"
 
     def taken(self, pool: Any, count: int) -> list[Any]:  # noqa: ANN401
-        """So many units, all of which there must be."""
+        """Take `count` units, or fail."""
         assert self.take is not None
         units = [self.take(pool) for _ in range(count)]
         assert all(unit is not None for unit in units)

@@ -273,7 +273,7 @@ def test_random_histories_agree(name: str) -> None:
     for seed, options in enumerate(shapes):
         strict = {"strict": seed % 2 == 1} if CASES[name].take else {}
         twins = [SteppedPool(name, device, seed, **options, **strict) for device in ("cpu", "cuda")]
-        # What is left out on a GPU is told by a later call, so nothing that only a GPU has is wrong here.
+        # On a GPU, a later call reports skipped indices; so indices that only a GPU has are right here.
         for number in range(STEPS):
             host, device = (answer(step, twin) for twin in twins)
             assert host == device, (options, number)

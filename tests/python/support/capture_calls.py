@@ -128,7 +128,7 @@ def _is_free(count: int) -> Callable[[World, object], bool]:
     return lambda world, _: world.allocator.available_size() == count
 
 
-# Those that neither allocate nor write on the device; the others need memory that is zeroed, and kernels.
+# Calls that neither allocate nor write on the device; the others need zeroed memory, and kernels.
 _WITHOUT_MEMORY = ("LocalCPUPool", "LocalCPUBufferPool", "LocalPool")
 
 
@@ -335,7 +335,7 @@ ENTRIES: dict[str, Entry] = {
     "PrefixTree.locked_size": Entry(lambda w: w.tree.locked_size(), WORKS),
     "PrefixTree.stats": Entry(lambda w: w.tree.stats(), WORKS),
     "PrefixTree.verify": Entry(lambda w: w.tree.verify(), WORKS),
-    # What an engine offloads: bookkeeping on the host.
+    # Offloading by an engine: bookkeeping on the host.
     "OffloadTable()": Entry(lambda w: w.spare.append(_kvpool.OffloadTable(1)), WORKS),
     "OffloadRequest()": Entry(lambda w: w.spare.append(_kvpool.OffloadRequest()), WORKS),
     "OffloadOrder()": Entry(lambda w: w.spare.append(_kvpool.OffloadOrder()), WORKS),

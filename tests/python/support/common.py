@@ -163,7 +163,7 @@ def each_failure(
         if out() != expected:
             # Something is in a cycle.
             gc.collect()
-            # What could not be zeroed goes back when the next pool does.
+            # Memory that could not be zeroed is returned with that of the next pool.
             kvpool.PagePool(1, 1, device="cuda")
         return out()
 

@@ -171,7 +171,7 @@ class Engine:
         self.live.remove(request)
 
     def pass_through(self, prompt: list[int], steps: int) -> None:
-        """All that the runner does for a request but compute: for timing, without checks."""
+        """The runner's work for a request without the model, unchecked, for timing."""
         metas, batch = [{"rid": "r", "input_ids": prompt}], {"batch_size": 1, "seq_lens": [len(prompt)]}
         process = self.process
         process._allocate_extend(batch, metas)

@@ -144,7 +144,7 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     if not request.config.getoption("--software"):
         pytest.skip("it needs the software driver: `pytest --software`")
     driver = Driver()
-    # What is collected while calls are counted would give its memory back.
+    # An object that is collected while calls are counted would return its memory.
     gc.collect()
     gc.disable()
     driver.run()

@@ -96,7 +96,7 @@ class Scene:
         for _ in range(100_000):
             self.cache.evictable_size()
             if self.tier.stats()["arriving"] == 0:
-                # What a thread takes note of is counted as on its way to a store by then.
+                # By then, pages that a thread has noted count as on their way to a store.
                 self.cache.evictable_size()
                 return
             time.sleep(0.0001)

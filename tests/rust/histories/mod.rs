@@ -207,7 +207,7 @@ impl From<ErrorKind> for Refusal {
     }
 }
 
-/// What a model expects of a call. Of several faults it names the one that is found first.
+/// The outcome that a model expects of a call. Of several faults it names the one that is found first.
 type Verdict<T = ()> = std::result::Result<T, Refusal>;
 
 /// A call that is refused unless `is_right`.

@@ -412,7 +412,7 @@ impl Prefixes {
         before.filter(|prefix| prefix != key && self.snapshots.contains_key(prefix)).last()
     }
 
-    /// What a snapshot saves, and the time by which that is divided; `own` is the end of the lease that makes
+    /// The tokens that a snapshot saves, and the time that divides them; `own` is the end of the lease that makes
     /// the next one.
     fn worth(&self, key: &Key, own: &Key) -> (usize, usize) {
         let saved = key.1.len() - self.snapshot_before(key).map_or(0, |(_, prefix)| prefix.len());

@@ -3,7 +3,7 @@
 /// `CUresult`, and with the same numbers `cudaError_t`.
 pub type Code = i32;
 
-/// What no call answers: that it has done nothing, and has to wait until the gate of a stream opens.
+/// Internal, never returned to a caller: the call has done nothing, and waits until the gate of a stream opens.
 pub const BLOCKED: Code = -1;
 
 /// The result of a call, or why it fails.

@@ -40,7 +40,7 @@ pub struct Config {
 #[derive(PartialEq, Eq)]
 pub enum StreamHandles {
     New,
-    /// Those of destroyed streams first, as it may be on a device: there they are addresses.
+    /// Handles of destroyed streams are reused first, as may happen on a device, where they are addresses.
     Reused,
 }
 

@@ -1,4 +1,4 @@
-"""What pip asks of a source before it keeps it: its name and version, which the source says itself."""
+"""Answers pip before it keeps a source: name and version, which the source's own PKG-INFO has."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ fn page_locked_memory_is_the_drivers_or_registered() {
     assert_eq!(soft_page_locked_bytes(), 0);
 }
 
-/// What `cuPointerGetAttribute` says of an address: a code, and 1 for the host or 2 for a device.
+/// The answer of `cuPointerGetAttribute` for an address: a code, and 1 for the host or 2 for a device.
 fn memory_type(address: usize) -> (i32, u32) {
     let mut kind = 0;
     (cuPointerGetAttribute(&raw mut kind, 2, address as u64), kind)
