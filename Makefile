@@ -201,7 +201,7 @@ format: $(VENV)/.test
 
 ## The documentation with its reference as a site, into target/site
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 ## Write the docstrings of the stub, and the options in docs/tools.md
 api: $(DEV)
