@@ -66,7 +66,7 @@ MIRI_FLAGS := -Zmiri-disable-isolation -Zmiri-permissive-provenance -Zmiri-ignor
 .DEFAULT_GOAL := help
 COMMANDS := help demo dev test test-engines lint format docs api bench gpu \
     cpu-test process-test software-test rust-test orders fuzz-briefly engines engine-test engine-runs old-torch-test version-test \
-    rust-lint python-lint stub-lint kernel-lint wheel-lint verify-types \
+    rust-lint test-crates-lint python-lint stub-lint kernel-lint wheel-lint verify-types \
     bench-contiguous bench-cuda bench-generate bench-late-bytes bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang \
     bench-vllm chart fuzz fuzz-build histories mutants miri soak soak-threads kernels kernel-report wheels licences \
     gpu-package gpu-results gpu-rehearsal clean
@@ -148,7 +148,7 @@ orders: $(DRIVER)
 
 ## Formatting, lints, types, documentation, the committed kernels, a wheel
 lint:
-	.ci/at_once $@ rust-lint stub-lint $(BESIDE) python-lint kernel-lint wheel-lint
+	.ci/at_once $@ rust-lint stub-lint $(BESIDE) test-crates-lint python-lint kernel-lint wheel-lint
 
 rust-lint:
 	cargo fmt --check
@@ -156,12 +156,15 @@ rust-lint:
 	cargo clippy --locked --all-targets --features cuda,python -- -D warnings
 	RUSTFLAGS='--cfg loom' cargo clippy --quiet --locked --features cuda --target-dir target/loom --test orders -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --features cuda
+	test "$$(cargo tree --locked --features cuda -e features -i cudarc | grep -o 'feature "cuda-[^"]*"')" = 'feature "cuda-12000"'
+
+# The crates of the tests.
+test-crates-lint:
 	cargo fmt --check --manifest-path tests/fuzz/Cargo.toml
 	RUSTFLAGS='$(FUZZ_FLAGS)' cargo clippy --locked --release --all-targets --target $(HOST) \
 	    --manifest-path tests/fuzz/Cargo.toml --target-dir target/fuzz -- -D warnings
 	cargo fmt --check --manifest-path tests/software_driver/Cargo.toml
 	cargo clippy --locked --release --all-targets --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver -- -D warnings
-	test "$$(cargo tree --locked --features cuda -e features -i cudarc | grep -o 'feature "cuda-[^"]*"')" = 'feature "cuda-12000"'
 
 python-lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
