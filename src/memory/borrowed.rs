@@ -116,7 +116,7 @@ impl BorrowedTensor<'_> {
     /// Returns elements of a contiguous tensor in row-major order, in one dimension.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for a tensor with gaps,
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a tensor with gaps,
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for elements that it does not have.
     ///
     /// ```
@@ -130,7 +130,7 @@ impl BorrowedTensor<'_> {
     /// assert!(tensor.elements(4..4).is_ok());
     /// assert_eq!(tensor.elements(3..5).unwrap_err().kind(), ErrorKind::Index);
     /// let gaps = region.borrow(0, DType::I32, two, two).unwrap();
-    /// assert_eq!(gaps.elements(0..1).unwrap_err().kind(), ErrorKind::Config);
+    /// assert_eq!(gaps.elements(0..1).unwrap_err().kind(), ErrorKind::Argument);
     /// ```
     pub fn elements(&self, range: Range<usize>) -> Result<Self> {
         let (count, strides) = (self.shape.numel(), Dims::new(&[1])?);

@@ -328,7 +328,7 @@ def test_layers_come_beside_the_calls_of_their_user(driver: Driver) -> None:
             assert driver.pending(stream) == 0
             del first
             load.wait_layer(LAYERS - 1)
-        with pytest.raises(ConfigError, match="24 tokens of the lease are on their way"):
+        with pytest.raises(StateError, match="24 tokens of the lease are on their way"):
             lease.publish([1, 2], some(scene.allocator.alloc(2)))
         driver.run()
         driver.restore()

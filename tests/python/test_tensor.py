@@ -120,7 +120,7 @@ for index, words in [(5, "index 5 is outside [-5, 5)"), (-6, "index -6 is outsid
 for index, kind in [(True, "bool"), (1.0, "float"), (None, "NoneType"), (..., "ellipsis"), ([1], "list")]:
     found = raised(lambda: slots[index], TypeError)
     assert found == f"a tensor is indexed with ints and slices, not {kind}; numpy() takes others"
-assert "step of a slice is -1; it must be positive" in raised(lambda: slots[::-1], kvpool.ConfigError)
+assert "step of a slice is -1; it must be positive" in raised(lambda: slots[::-1], kvpool.ArgumentError)
 assert "zero" in raised(lambda: slots[::0], ValueError)
 """,
         hidden=["torch", "numpy"],
