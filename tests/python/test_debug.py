@@ -310,7 +310,7 @@ def test_a_double_free_within_one_call_says_who_has_it(caplog: pytest.LogCapture
     message = record.getMessage()
     assert "2 (named twice), 40 (not allocated); 2: taken by 5 at " in message
     assert "given back" not in message
-    assert "40: " not in message
+    assert "40: " not in message.partition(": dropped")[2]  # the pool's number may end so
 
 
 @pytest.mark.parametrize("case", ["slots", "row", "track slot", "chunk", "page"])
