@@ -272,6 +272,12 @@ impl Tree {
         self.page_size
     }
 
+    /// Returns the part of `len` tokens that fills pages.
+    #[must_use]
+    pub const fn in_whole_pages(&self, len: usize) -> usize {
+        len / self.page_size * self.page_size
+    }
+
     /// Returns the current statistics.
     #[must_use]
     pub fn stats(&self) -> TreeStats {

@@ -168,7 +168,7 @@ impl Tree {
         tokens: &dyn Tokens,
         limit: usize,
     ) -> Result<Option<Continuation>> {
-        let whole = limit.min(tokens.count()) / self.page_size * self.page_size;
+        let whole = self.in_whole_pages(limit.min(tokens.count()));
         tokens.check(0..whole)?;
         let place = self.place_of(namespace, tokens, whole)?;
         let (cached, usable) =

@@ -18,7 +18,7 @@ use super::lease_state::{Holder, LeaseState};
 use super::loading::{LeaseLoad, Loadable};
 use super::lock::PrefixLock;
 use super::request::{LeaseId, LeasingRequest};
-use super::stale::{cleared_error, in_whole_pages, released_error};
+use super::stale::{cleared_error, released_error};
 
 /// A request's hold on a prefix: its pages are not evicted. Dropping it releases them.
 pub struct Lease {
@@ -274,7 +274,7 @@ impl Lease {
     /// See [`Self::len`].
     pub(in crate::pool) fn lease_prefix(&self, len: usize, stream: Stream) -> Result<Self> {
         let (hold, load) = self.with_request(stream, |_, cache, lease| {
-            let len = in_whole_pages(len, &cache.tree);
+            let len = cache.tree.in_whole_pages(len);
             Ok((cache.tree.hold_first(&lease.hold, len), lease.share_of(len)))
         })?;
         let prefix =
@@ -293,7 +293,7 @@ impl Lease {
             return lease.map(|lease| self.lock_of(lease.hold, lease.load, stream));
         }
         let before = self.with_request(stream, |_, cache, lease| {
-            let len = in_whole_pages(len, &cache.tree);
+            let len = cache.tree.in_whole_pages(len);
             let (shorter, share) = (cache.tree.hold_first(&lease.hold, len), lease.share_of(len));
             let load = std::mem::replace(&mut lease.load, share);
             Ok((std::mem::replace(&mut lease.hold, shorter), load))

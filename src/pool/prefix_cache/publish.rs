@@ -15,7 +15,7 @@ use super::lease_state::LeaseState;
 use super::loading::Loadable;
 use super::pages::{PartialPage, pages_of};
 use super::request::{FinishedRequests, LeaseKeeper, LeasedRequest};
-use super::stale::{cleared_error, in_whole_pages};
+use super::stale::cleared_error;
 use super::taken_slot::TakenSlot;
 
 /// The tokens that a request has computed since the end of its lease.
@@ -95,7 +95,7 @@ impl Lease {
         let taken = self.with(stream, |_, cache, lease| {
             lease.check_arrived()?;
             let found = cache.tree.find(&lease.hold, &tokens)?;
-            if !cache.tree.lacks_snapshot(&found, in_whole_pages(tokens.len(), &cache.tree)) {
+            if !cache.tree.lacks_snapshot(&found, cache.tree.in_whole_pages(tokens.len())) {
                 return Ok(None);
             }
             Ok(TakenSlot::new(states, &self.shared.owner, cache, &mut lease.hold))
@@ -193,7 +193,7 @@ impl Lease {
     ) -> Result<Published> {
         lease.check_arrived()?;
         let (begin, page_size) = (lease.hold.len(), cache.tree.page_size());
-        let whole = in_whole_pages(tokens.count(), &cache.tree);
+        let whole = cache.tree.in_whole_pages(tokens.count());
         let found = cache.tree.find(&lease.hold, tokens)?;
         let cached = cache.tree.found_pages(&found)?;
         let fresh = tokens.to_vec(found.len()..whole)?;

@@ -1,12 +1,6 @@
-//! Why a lease cannot be used any more, and how much of one is left.
+//! Why a lease cannot be used any more.
 
 use crate::base::Error;
-use crate::cache::Tree;
-
-/// Returns the part of `len` tokens that fills pages.
-pub(super) const fn in_whole_pages(len: usize, tree: &Tree) -> usize {
-    len / tree.page_size() * tree.page_size()
-}
 
 /// Returns the error of a lease whose allocator was cleared.
 pub(super) fn cleared_error() -> Error {
