@@ -371,7 +371,7 @@ def test_a_broken_pool_fails_the_run(
 
 def test_vanished_slots_end_the_run() -> None:
     job = Replay(trace_of((0.0, 30, 10), (0.0, 300, 10)), ReplayConfig(pool_size=320))
-    with pytest.raises(ReplayError, match="no request fits: 220 of 320 slots"):
+    with pytest.raises(ReplayError, match=r"after \d+\.\d+ s: no request fits: 220 of 320 slots"):
         job.run(corrupt_when(2, lambda state: state.allocator.alloc(100)))
 
 

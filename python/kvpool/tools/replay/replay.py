@@ -23,7 +23,7 @@ import torch
 
 from kvpool import BatchPlanner, ReqToTokenPool, TokenToKVPoolAllocator
 from kvpool._kvpool import PrefixCache
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, OutOfMemoryError
 from kvpool.tools.replay.errors import ReplayError
 from kvpool.tools.replay.pool_size import suggest_pool_size
 from kvpool.tools.replay.prompts import Prompts
@@ -247,7 +247,10 @@ class Replay:
         while arrivals and arrivals[0][0] <= self.time_s:
             scheduler.submit(arrivals.popleft()[1])
         # Decoded tokens do not count against the prompts' budget.
-        step = scheduler.plan(self.config.prefill_budget + self._decoding)
+        try:
+            step = scheduler.plan(self.config.prefill_budget + self._decoding)
+        except OutOfMemoryError as error:
+            raise ReplayError(f"after {self.time_s:.3f} s: {error}") from error
         self._retracted_s.extend([self.time_s] * (scheduler.retractions - len(self._retracted_s)))
         return step
 

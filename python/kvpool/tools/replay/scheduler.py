@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvpool.tools.replay.errors import ReplayError
+from kvpool.errors import OutOfMemoryError
 from kvpool.tools.replay.timing import timed
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Scheduler:
         """Admit requests, and take slots for at most `max_tokens` new tokens; `None` without requests.
 
         Raises:
-            ReplayError: If no request fits, since slots are missing.
+            OutOfMemoryError: If no request fits, since slots are missing.
         """
         self._admit(max_tokens)
         while self.running:
@@ -148,7 +148,7 @@ class Scheduler:
             self.release([youngest])
         if self.waiting:
             capacity = self.planner.allocator.stats()["capacity"]
-            raise ReplayError(f"no request fits: {self._obtainable()} of {capacity} slots are available")
+            raise OutOfMemoryError(f"no request fits: {self._obtainable()} of {capacity} slots are available")
         return None
 
     def record_computed(self, step: Step) -> None:
