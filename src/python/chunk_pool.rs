@@ -609,17 +609,19 @@ impl ChunkCopy {
     ///     DriverError: As in `query`.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let Some(event) = &self.done else { return Ok(true) };
-        let is_done = if timeout.is_none() {
-            py.detach(|| event.wait())?;
-            true
-        } else {
-            wait_in_slices(py, timeout, |slice| poll(slice, || event.has_passed()))?
-        };
-        if is_done {
+        match (&self.done, timeout) {
+            (Some(event), None) => py.detach(|| event.wait())?,
+            (done, _) => {
+                let is_done = || done.as_ref().map_or(Ok(true), |event| event.has_passed());
+                if !wait_in_slices(py, timeout, |slice| poll(slice, is_done))? {
+                    return Ok(false);
+                }
+            }
+        }
+        if self.done.is_some() {
             self.pending.drop_finished(None);
         }
-        Ok(is_done)
+        Ok(true)
     }
 
     /// Does nothing: a copy that is on a stream runs. Wait before its memory has another use.
