@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own abbreviation
 
-from kvpool.errors import ConfigError
+from kvpool.errors import ArgumentError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,14 +95,14 @@ class PoolAttention:
             `[T, heads, v_head_dim]`, a new tensor of the query's dtype.
 
         Raises:
-            ConfigError: If the shape of the query is wrong.
+            ArgumentError: If the shape of the query is wrong.
             IndexError: If there is no such layer.
         """
         pool = self.kv_pool
         tokens = sum(group.tokens.numel() for group in self.groups)
         heads = query.shape[1] if query.ndim == 3 else 0  # noqa: PLR2004 - tokens, heads, elements
         if query.shape != (tokens, heads, pool.k_head_dim) or heads % pool.k_head_num or not heads:
-            raise ConfigError(
+            raise ArgumentError(
                 f"query has shape {tuple(query.shape)}; it must be ({tokens}, n * {pool.k_head_num}, "
                 f"{pool.k_head_dim})"
             )

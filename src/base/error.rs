@@ -24,14 +24,14 @@ pub enum ErrorKind {
     OutOfMemory,
     /// A full arena (`WorkspaceExhaustedError`, a `MemoryError`).
     WorkspaceExhausted,
-    /// A buffer, lease or node that was freed or cleared (`StaleError`, a `StateError`).
+    /// A buffer, lease or node that was freed or cleared (`StaleError`, a `RuntimeError`).
     Stale,
-    /// A failed driver call (`DriverError`, a `StateError`).
+    /// A failed driver call (`DriverError`, a `RuntimeError`).
     Driver,
-    /// A device that is not available (`BackendUnavailableError`, a `StateError`).
+    /// A device that is not available (`BackendUnavailableError`, a `RuntimeError`).
     BackendUnavailable,
     /// A call that the state of an object does not allow: it is closed, in use by another thread, or has not begun
-    /// (`StateError`, a `StateError`).
+    /// (`StateError`, a `RuntimeError`).
     State,
 }
 
@@ -147,7 +147,7 @@ impl Error {
         self
     }
 
-    /// Creates an [`ErrorKind::Argument`] error.
+    /// Creates an [`ErrorKind::Config`] error.
     #[must_use]
     pub fn config(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Config, message)

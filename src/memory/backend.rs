@@ -15,8 +15,8 @@ use super::{Block, Contents, Gpu, RegionRange, StreamSet};
 ///
 /// # Safety
 /// A block is valid memory of [`Backend::device`] for reads and writes from [`Backend::allocate`] to
-/// [`Backend::deallocate`], overlaps no other valid block, begins at a multiple of [`ALIGNMENT`](super::ALIGNMENT) and has the
-/// requested contents.
+/// [`Backend::deallocate`], overlaps no other valid block, begins at a multiple of
+/// [`ALIGNMENT`](super::ALIGNMENT) and has the requested contents.
 pub unsafe trait Backend: Debug + Send + Sync {
     /// Returns the device of the memory.
     fn device(&self) -> Device;

@@ -436,7 +436,7 @@ impl TokenToKvPoolAllocator {
     /// many values that was.
     ///
     /// # Errors
-    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when no group is open; see [`Self::free`]. The
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) when no group is open; see [`Self::free`]. The
     /// group is closed in any case.
     pub fn free_group_end(&self, stream: Stream) -> Result<(usize, BadFrees)> {
         self.freeing(self.lock(), stream, SlotTensors::free_group_end)

@@ -332,7 +332,7 @@ impl BasePool {
     ///     alone holds "evictable" or, with leases, "locked".
     ///
     /// Raises:
-    ///     ArgumentError: If the pool does not debug.
+    ///     StateError: If the pool does not debug.
     ///     TypeError: If the pool hands nothing out, or is a `Workspace`, which records no owners.
     fn leaks<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         Self::reported(slf, "leaks")

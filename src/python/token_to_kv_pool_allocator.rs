@@ -592,7 +592,7 @@ impl TokenToKvPoolAllocator {
     ///     size: As in the constructor.
     ///
     /// Raises:
-    ///     ArgumentError: As in the constructor. Nothing is changed.
+    ///     ConfigError: As in the constructor. Nothing is changed.
     ///     OutOfMemoryError: If there is not enough memory. Nothing is changed.
     ///     DriverError: If the stream is being captured. Nothing is changed.
     fn resize(&self, py: Python<'_>, size: &Bound<'_, PyAny>) -> PyResult<()> {

@@ -24,7 +24,6 @@ from kvpool import (
     BatchPlanner,
     BufferPool,
     ChunkPool,
-    ConfigError,
     GDNPool,
     HostTier,
     IndexOwnershipError,
@@ -32,6 +31,7 @@ from kvpool import (
     PagePool,
     ReqToTokenPool,
     StaleBufferError,
+    StateError,
     TokenToKVPoolAllocator,
     Workspace,
 )
@@ -223,7 +223,7 @@ def test_without_debug_nothing_is_noted(wanted: bool | None) -> None:
     pool = TokenToKVPoolAllocator(8, devices.current(), debug=wanted)
     assert not pool.debug
     pool.alloc(2, owner="x")
-    with pytest.raises(ConfigError, match=r"TokenToKVPoolAllocator-\d+ records no owners; .* debug=True"):
+    with pytest.raises(StateError, match=r"TokenToKVPoolAllocator-\d+ records no owners; .* debug=True"):
         pool.leaks()
 
 

@@ -29,7 +29,7 @@ from msgspec.msgpack import Ext
 from tier_scene import Scene
 
 import kvpool
-from kvpool import ConfigError, PrefixCache, StateError, TokenToKVPoolAllocator
+from kvpool import ArgumentError, ConfigError, PrefixCache, StateError, TokenToKVPoolAllocator
 from kvpool.integrations.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -1108,12 +1108,12 @@ def test_a_publisher_that_cannot_be_made_leaves_nothing(
         subscriber.connect("a", "nowhere")
     with pytest.raises(ConfigError, match="replay_endpoint"):
         subscriber.connect("a", endpoint, "tcp://")
-    with pytest.raises(ConfigError, match="not connected"):
+    with pytest.raises(ArgumentError, match="not connected"):
         subscriber.disconnect("a")
-    with pytest.raises(ConfigError, match="not connected"):
+    with pytest.raises(ArgumentError, match="not connected"):
         subscriber.is_connected("a")
     subscriber.connect("a", endpoint)
-    with pytest.raises(ConfigError, match="connected already"):
+    with pytest.raises(StateError, match="connected already"):
         subscriber.connect("a", endpoint)
     assert index.match([1]) == {"a": 0}
 

@@ -38,7 +38,7 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from kvpool import ConfigError, IndexOwnershipError, OutOfMemoryError, StaleBufferError
+from kvpool import ConfigError, IndexOwnershipError, OutOfMemoryError, StaleBufferError, StateError
 from kvpool.integrations import seams as adapters
 from kvpool.integrations.seams import EngineMismatchError, differences
 from kvpool.integrations.transformers import PooledCache, continuous, seams
@@ -342,7 +342,7 @@ def test_a_forward_pass_that_ends_early(cache: PooledCache) -> None:
 def test_refuses_and_changes_nothing(cache: PooledCache) -> None:
     write(cache, 2, 3)
     before = cache.allocator.stats(), cache.table.req_to_token.clone()
-    with pytest.raises(ConfigError, match="the batch has 3 sequences, the cache 2"):
+    with pytest.raises(StateError, match="the batch has 3 sequences, the cache 2"):
         cache.update(states(3, 1), states(3, 1), 0)
     with pytest.raises(ConfigError, match="another model"):
         cache.update(states(2, 1, 8), states(2, 1, 8), 0)

@@ -440,7 +440,7 @@ def test_a_page_needs_neither_torch_nor_matplotlib(run_snippet: RunSnippet, tmp_
     import kvpool
     try:
         kvpool.snapshot("{tmp_path}/map.html")
-    except kvpool.ConfigError as error:
+    except kvpool.StateError as error:
         print(error)
     pool = kvpool.TokenToKVPoolAllocator(8, "cpu", debug=True)
     kvpool.snapshot("{tmp_path}/map.html")

@@ -31,7 +31,7 @@ from tiny_models import (
 )
 from transformers import DynamicCache, MambaConfig
 
-from kvpool import BatchPlan, BatchPlanner, ConfigError, HostTier, PrefixCache, StaleBufferError
+from kvpool import BatchPlan, BatchPlanner, ConfigError, HostTier, PrefixCache, StaleBufferError, StateError
 from kvpool.integrations.transformers import PooledModel
 from kvpool.integrations.transformers.layout import cache_argument
 
@@ -461,7 +461,7 @@ def test_another_attention_set_later_is_refused() -> None:
     model = batch.pooled.model
     model.set_attn_implementation("sdpa")
     try:
-        with pytest.raises(ConfigError, match="qwen3 was set to 'sdpa' after PooledModel"):
+        with pytest.raises(StateError, match="qwen3 was set to 'sdpa' after PooledModel"):
             batch.pooled.forward(to_current(torch.zeros(3, dtype=torch.int64)), plan)
     finally:
         model.set_attn_implementation("kvpool")

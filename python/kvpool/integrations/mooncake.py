@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvpool.errors import ConfigError, StateError
+from kvpool.errors import ArgumentError, ConfigError, StateError
 from kvpool.store import Store
 
 if TYPE_CHECKING:
@@ -274,16 +274,16 @@ class MooncakeStore(Store):
             memory: Address and bytes of each region, which must stay valid as long as pages move.
 
         Raises:
-            ConfigError: If a region is empty, two regions overlap, or Mooncake refuses one.
+            ArgumentError: If a region is empty, two regions overlap, or Mooncake refuses one.
             StateError: If the store is closed, or of another process.
         """
         pieces = sorted(memory)
         for address, size in pieces:
             if address <= 0 or size <= 0:
-                raise ConfigError(f"a region of {size} bytes at {address:#x} is not valid memory")
+                raise ArgumentError(f"a region of {size} bytes at {address:#x} is not valid memory")
         for (first, size), (second, _) in pairwise(pieces):
             if second < first + size:
-                raise ConfigError(f"the region at {second:#x} overlaps that of {size} bytes at {first:#x}")
+                raise ArgumentError(f"the region at {second:#x} overlaps that of {size} bytes at {first:#x}")
         with self._use() as client, self._attaching:
             if client is None:
                 return
@@ -298,7 +298,9 @@ class MooncakeStore(Store):
                     client.unregister_buffer(start)
                 code = client.register_buffer(address, size)
                 if code != _OK:
-                    raise ConfigError(f"Mooncake cannot register {size} bytes at {address:#x}: error {code}")
+                    raise ArgumentError(
+                        f"Mooncake cannot register {size} bytes at {address:#x}: error {code}"
+                    )
                 regions[address] = end
                 self._regions = _Regions.of(regions)
 
@@ -483,13 +485,13 @@ class MooncakeStore(Store):
         sizes: Sequence[int],
     ) -> list[bool]:
         if not len(keys) == len(addresses) == len(sizes):
-            raise ConfigError(f"{len(keys)} keys, {len(addresses)} addresses and {len(sizes)} sizes")
+            raise ArgumentError(f"{len(keys)} keys, {len(addresses)} addresses and {len(sizes)} sizes")
         regions = self._regions
         values = [_Value(*parts) for parts in zip(keys, addresses, sizes, strict=True)]
         for key, address, size in values:
             _check_key(key)
             if size <= 0 or not regions.have(address, size):
-                raise ConfigError(f"{size} bytes at {address:#x} are in no region that was attached")
+                raise ArgumentError(f"{size} bytes at {address:#x} are in no region that was attached")
         with self._use() as client:
             moved = [False] * len(values)
             if client is None:
@@ -599,7 +601,7 @@ def _connect(endpoint: tuple[str, int]) -> str:
 
 def _check_key(key: bytes) -> None:
     if len(key) != _KEY_BYTES:
-        raise ConfigError(f"a key has {_KEY_BYTES} bytes, not {len(key)}")
+        raise ArgumentError(f"a key has {_KEY_BYTES} bytes, not {len(key)}")
 
 
 def _name(key: bytes) -> str:

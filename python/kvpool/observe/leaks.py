@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvpool._kvpool import _noted, _Workspace
-from kvpool.errors import ConfigError, IndexOwnershipError, KvPoolError
+from kvpool.errors import IndexOwnershipError, KvPoolError, StateError
 from kvpool.observe.registry import pools
 from kvpool.observe.spans import check_hands_out, occupancy
 from kvpool.observe.units import hands_out
@@ -51,7 +51,7 @@ def leaks(pool: Pool, since: int = 0) -> list[Leak]:
     if not records_owners(pool):
         raise TypeError(f"a {type(pool).__name__} records no owners; its reset() frees everything")
     if not pool.debug:
-        raise ConfigError(f"{pool.name} records no owners; create it with debug=True, or set KVPOOL_DEBUG=1")
+        raise StateError(f"{pool.name} records no owners; create it with debug=True, or set KVPOOL_DEBUG=1")
     spans, _ = occupancy(pool)
     groups: dict[tuple[str | int | None, str, LeakState], list[tuple[float, int, int]]] = {}
     for span in spans:

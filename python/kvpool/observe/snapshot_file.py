@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpool._endpoints import endpoints
-from kvpool.errors import ConfigError
+from kvpool.errors import ArgumentError, StateError
 from kvpool.observe.registry import pools as living_pools
 from kvpool.observe.snapshot import take, take_endpoint
 from kvpool.observe.snapshot_html import to_html
@@ -36,19 +36,20 @@ def snapshot(path: str | os.PathLike[str], *pools: Pool) -> None:
             the slots that are lent, being filled or being read, with their peer and lease.
 
     Raises:
-        ConfigError: If the file has another ending, or no pool hands out units.
+        ArgumentError: If the file has another ending.
+        StateError: If no pool hands out units.
         TypeError: If a pool hands out no units.
         ModuleNotFoundError: If Matplotlib is needed and not installed.
     """
     target = Path(path)
     if target.suffix not in {".html", ".png"}:
-        raise ConfigError(f"a snapshot is .html or .png, not {target.name!r}")
+        raise ArgumentError(f"a snapshot is .html or .png, not {target.name!r}")
     chosen = pools or [pool for pool in living_pools() if hands_out(pool)]
     taken = [take(pool) for pool in chosen]
     if not pools:
         taken += [one for endpoint in endpoints() for one in take_endpoint(endpoint)]
     if not taken:
-        raise ConfigError("no pool of this process hands out units")
+        raise StateError("no pool of this process hands out units")
     if target.suffix == ".png":
         from kvpool.observe.snapshot_png import draw  # noqa: PLC0415 - Matplotlib loads slowly
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool._endpoints import Moving, observe
 from kvpool._limits import MAX_S, check_seconds
-from kvpool.errors import ConfigError, KvPoolError
+from kvpool.errors import ArgumentError, ConfigError, KvPoolError
 from kvpool.remote import messages
 from kvpool.remote.agent import Memory
 from kvpool.remote.errors import TransferError
@@ -121,11 +121,11 @@ class Core:
         peer = messages.decode_introduction(metadata)
         different = messages.difference(self.introduction, peer)
         if different is not None:
-            raise ConfigError(
+            raise ArgumentError(
                 f"the pools of {peer.name} and {self.introduction.name} do not fit: {different}"
             )
         if peer.agent == self.introduction.agent:
-            raise ConfigError(f"{peer.name} is this endpoint itself")
+            raise ArgumentError(f"{peer.name} is this endpoint itself")
         with self.lock:
             self.check_open()
             self.reads.reach(peer)
@@ -186,7 +186,7 @@ class Core:
     def _check_counts(rows: Sequence[Indices], remote_rows: Sequence[Indices]) -> None:
         for pool, here, there in zip(messages.POOLS, rows, remote_rows, strict=True):
             if len(here) != len(there):
-                raise ConfigError(
+                raise ArgumentError(
                     f"{len(here)} slots of {pool} are given, and the peer has lent {len(there)}"
                 )
 
@@ -207,7 +207,7 @@ class Core:
         If another thread ends a lease or a read meanwhile, this call notices it at once.
         """
         if timeout is not None and not timeout >= 0:
-            raise ConfigError(f"timeout is {timeout}, not a number of seconds from 0 on")
+            raise ArgumentError(f"timeout is {timeout}, not a number of seconds from 0 on")
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         seconds = _FIRST_PAUSE_S
         with self.lock:
@@ -271,16 +271,16 @@ class Core:
             return  # the lease was over before the note arrived
         if isinstance(note, Returned):
             if lease.remote.is_writable:
-                raise ConfigError("slots that are to be filled are not returned")
+                raise ArgumentError("slots that are to be filled are not returned")
             self.leases.end(lease, "returned")
             self.returned += 1
             return
         peer = self.peers.get(sender)
         if peer is None:
-            raise ConfigError("it is not connected")
+            raise ArgumentError("it is not connected")
         remote = messages.decode_ticket(note.ticket).of(peer)
         if remote.is_writable or not lease.remote.is_writable or lease.filled_by is not None:
-            raise ConfigError("slots are offered for some that are not lent to be filled")
+            raise ArgumentError("slots are offered for some that are not lent to be filled")
         self._check_counts((lease.remote.slots, lease.remote.states), (remote.slots, remote.states))
         # No byte may arrive after the end of either lease.
         until = remote._replace(deadline=min(remote.deadline, lease.remote.deadline))
@@ -370,7 +370,7 @@ def _slots(indices: IndicesLike, rows: int, pool: str) -> Indices:
         raise TypeError(f"slots of {pool} must be ints, not {listed.dtype}")
     flat = listed.reshape(-1).astype(np.int64)
     if len(flat) > messages.MAX_ROWS:
-        raise ConfigError(f"{len(flat)} slots of {pool} are more than {messages.MAX_ROWS}")
+        raise ArgumentError(f"{len(flat)} slots of {pool} are more than {messages.MAX_ROWS}")
     outside = flat[(flat < 1) | (flat >= rows)]
     if len(outside):
         raise IndexError(f"slot {outside[0]} is outside [1, {rows}) of {pool}")

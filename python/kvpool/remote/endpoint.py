@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from kvpool._closing import Closing
-from kvpool.errors import ConfigError
+from kvpool.errors import ArgumentError
 from kvpool.remote import messages
 from kvpool.remote.core import Core
 from kvpool.remote.errors import TransferError
@@ -233,12 +233,12 @@ class Peer:
                 arrived.
 
         Raises:
-            ConfigError: If the numbers of slots differ, or the slots are lent to be filled.
+            ArgumentError: If the numbers of slots differ, or the slots are lent to be filled.
             IndexError: If a slot is outside of its pool.
             TransferError: If the endpoint is closed, or too many transfers run.
         """
         if remote_slots.is_writable:
-            raise ConfigError("the slots are lent to be filled, not to be read")
+            raise ArgumentError("the slots are lent to be filled, not to be read")
         rows = self._core.rows(slots, states)
         return _Reading(self._core, self._core.read(self._introduction, remote_slots, rows, keep=keep))
 
@@ -261,15 +261,15 @@ class Peer:
             notify: Bytes for the peer's `SlotLease.notify` when the rows have arrived, 64 KiB at most.
 
         Raises:
-            ConfigError: If the numbers of slots differ, the slots are not lent to be filled, or `notify` is
+            ArgumentError: If the numbers of slots differ, the slots are not lent to be filled, or `notify` is
                 too long.
             IndexError: If a slot is outside of its pool.
             TransferError: If the endpoint is closed, the peer cannot be reached, or too much is lent.
         """
         if not remote_slots.is_writable:
-            raise ConfigError("the slots are lent to be read, not to be filled")
+            raise ArgumentError("the slots are lent to be read, not to be filled")
         if len(notify) > messages.MAX_NOTIFY_BYTES:
-            raise ConfigError(f"notify has {len(notify)} bytes, more than {messages.MAX_NOTIFY_BYTES}")
+            raise ArgumentError(f"notify has {len(notify)} bytes, more than {messages.MAX_NOTIFY_BYTES}")
         lease = self._core.offer(self._introduction, remote_slots, self._core.rows(slots, states))
         writing = _Writing(self._core, self._introduction, remote_slots, lease, notify)
         writing.query()

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvpool._kvpool import TokenToKVPoolAllocator
 from kvpool._limits import MAX_S
-from kvpool.errors import ConfigError
+from kvpool.errors import ArgumentError, ConfigError
 from kvpool.remote.agent import Blocks, Memory
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Offered(NamedTuple):
 
 
 def _refuse(what: str) -> NoReturn:
-    raise ConfigError(f"a peer's message cannot be used: {what}")
+    raise ArgumentError(f"a peer's message cannot be used: {what}")
 
 
 def _whole(value: object, what: str, low: int, end: int) -> int:
@@ -194,7 +194,7 @@ def decode_introduction(message: bytes) -> Introduction:
     """Return the introduction in `message`.
 
     Raises:
-        ConfigError: If the message is not a valid introduction, or has another version.
+        ArgumentError: If the message is not a valid introduction, or has another version.
     """
     if not _INTRODUCTION.size <= len(message) <= MAX_MESSAGE_BYTES:
         _refuse(f"it has {len(message)} bytes")
@@ -206,7 +206,7 @@ def decode_introduction(message: bytes) -> Introduction:
     try:
         header = _fields(json.loads(text), "its header")
     except (ValueError, RecursionError) as error:
-        raise ConfigError("a peer's message cannot be used: its header is not JSON") from error
+        raise ArgumentError("a peer's message cannot be used: its header is not JSON") from error
     shapes: dict[str, dict[str, int | str] | None] = {}
     buffers: dict[str, list[tuple[int, int]]] = {}
     rows: dict[str, int] = {}

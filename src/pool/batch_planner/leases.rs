@@ -23,7 +23,8 @@ impl BoundLease {
     }
 }
 
-/// The end of a request's lease, a call of the cache: dropping it shortens the lease to `len` tokens, or releases it if that is 0.
+/// The end of a request's lease, a call of the cache: dropping it shortens the lease to `len` tokens, or releases
+/// it if that is 0.
 #[derive(Debug)]
 pub(super) struct LeaseEnd {
     lease: Arc<Lease>,

@@ -394,9 +394,9 @@ impl SlotTensors {
     /// many values that was.
     ///
     /// # Errors
-    /// [`ErrorKind::Argument`] when no group is open; see [`Self::free`]. The group is closed in any case.
+    /// [`ErrorKind::State`] when no group is open; see [`Self::free`]. The group is closed in any case.
     ///
-    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
+    /// [`ErrorKind::State`]: crate::base::ErrorKind::State
     pub(in crate::pool) fn free_group_end(&mut self) -> Result<(usize, BadFrees)> {
         let Some((given, mut by)) = self.slots.group_end()? else { return Ok((0, BadFrees::default())) };
         if self.group.is_empty() && !self.must_wait_behind(None) {

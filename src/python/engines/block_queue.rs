@@ -173,7 +173,7 @@ impl BlockQueue {
     ///
     /// Raises:
     ///     IndexOwnershipError: If it is of another queue.
-    ///     StateError: If it is not free.
+    ///     RuntimeError: If it is not free.
     fn remove(&self, block: &Bound<'_, PyAny>) -> PyResult<()> {
         let numbers = self.numbers(PyList::new(block.py(), [block])?.as_any())?;
         let was = numbers.iter().all(|&number| self.lock().queue_mut().remove(number));
@@ -283,7 +283,7 @@ impl BlockQueue {
     ///     The objects that are not blocks of this queue, unchanged.
     ///
     /// Raises:
-    ///     StateError: If a block is neither used nor free. Nothing is changed.
+    ///     RuntimeError: If a block is neither used nor free. Nothing is changed.
     fn retain<'py>(&self, blocks: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let given = self.given(blocks)?;
         let retained = self.lock().retain(&given.own);

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
 
 from blake3 import blake3
 
-from kvpool.errors import ConfigError
+from kvpool.errors import ArgumentError, ConfigError
 from kvpool.integrations.kv_events.messages import (
     MEDIA,
     AllBlocksCleared,
@@ -128,11 +128,11 @@ class PrefixIndex:
             The number of tokens for each worker, also for workers that have none.
 
         Raises:
-            ConfigError: If a token is outside of [0, 2**31), or there is no such tier.
+            ArgumentError: If a token is outside of [0, 2**31), or there is no such tier.
             TypeError: If `tokens` are no ints, or `namespace` is of another type.
         """
         if tier not in _TIERS:
-            raise ConfigError(f"there is no tier {tier!r}, only 'device', 'host' and 'store'")
+            raise ArgumentError(f"there is no tier {tier!r}, only 'device', 'host' and 'store'")
         bits = _TIERS[tier]
         content = _bytes_of(tokens)
         _root(1, namespace)  # raises for an invalid namespace even without workers
@@ -225,19 +225,19 @@ def _check(event: Event, kind: _Kind | None) -> _Kind | None:
         return None
     for key in event.block_hashes:
         if isinstance(key, bytes) and len(key) != _KEY_BYTES:
-            raise ConfigError(f"a block hash has {_KEY_BYTES} bytes, not {len(key)}")
+            raise ArgumentError(f"a block hash has {_KEY_BYTES} bytes, not {len(key)}")
     if not isinstance(event, BlockStored):
         return kind
     if not event.block_hashes or event.block_size < 1:
-        raise ConfigError(f"{len(event.block_hashes)} blocks of {event.block_size} tokens were stored")
+        raise ArgumentError(f"{len(event.block_hashes)} blocks of {event.block_size} tokens were stored")
     if len(event.token_ids) != len(event.block_hashes) * event.block_size:
-        raise ConfigError(
+        raise ArgumentError(
             f"{len(event.token_ids)} tokens are not those of {len(event.block_hashes)} blocks of "
             f"{event.block_size}"
         )
     new = _kind(event)
     if any(isinstance(key, int) is not new.has_ints for key in event.block_hashes) or (kind or new) != new:
-        raise ConfigError("the blocks of a worker differ in size, or are named by both bytes and ints")
+        raise ArgumentError("the blocks of a worker differ in size, or are named by both bytes and ints")
     return new
 
 
@@ -253,7 +253,7 @@ def _bytes_of(tokens: IndicesLike) -> bytes:
     except OverflowError:
         content = array("i", [-1])
     if content and min(content) < 0:
-        raise ConfigError("a token is outside of [0, 2**31)")
+        raise ArgumentError("a token is outside of [0, 2**31)")
     if sys.byteorder == "big":
         content.byteswap()
     return content.tobytes()

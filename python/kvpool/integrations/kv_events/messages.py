@@ -8,7 +8,7 @@ import msgspec
 
 from kvpool._kvpool import Removed, Stored
 from kvpool._messagepack import refuse_extension
-from kvpool.errors import ConfigError
+from kvpool.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -126,14 +126,14 @@ def decode(payload: bytes, *, max_bytes: int = MAX_BYTES) -> EventBatch:
         max_bytes: The largest payload that is decoded.
 
     Raises:
-        ConfigError: If the payload is larger, or is not a batch. Unknown fields of an event are ignored.
+        ArgumentError: If the payload is larger, or is not a batch. Unknown fields of an event are ignored.
     """
     if len(payload) > max_bytes:
-        raise ConfigError(f"a batch of {len(payload)} bytes is larger than {max_bytes}")
+        raise ArgumentError(f"a batch of {len(payload)} bytes is larger than {max_bytes}")
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ConfigError(f"not a batch of KV events: {error}") from error
+        raise ArgumentError(f"not a batch of KV events: {error}") from error
 
 
 def short_key(key: bytes) -> int:

@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvpool._addresses import check_endpoint
 from kvpool._closing import Closing
 from kvpool._limits import MAX_OPTION_BYTES, MAX_S, MIN_S, check_ints, check_seconds
-from kvpool.errors import ConfigError, StateError
+from kvpool.errors import ArgumentError, StateError
 from kvpool.integrations.kv_events.feed import Feed
 from kvpool.integrations.kv_events.messages import MAX_BYTES
 from kvpool.integrations.kv_events.publisher import END, SEQUENCE_BYTES
@@ -94,12 +94,12 @@ class EventSubscriber(Closing):
             replay_endpoint: The address at which the worker answers requests for replays.
 
         Raises:
-            ConfigError: If the worker is connected already, or an endpoint is not valid.
-            StateError: If the subscriber is closed.
+            ConfigError: If an endpoint is not valid.
+            StateError: If the worker is connected already, or the subscriber is closed.
         """
         self._check_open()
         if worker in self._workers:
-            raise ConfigError(f"the worker {worker!r} is connected already")
+            raise StateError(f"the worker {worker!r} is connected already")
         check_endpoint("endpoint", endpoint, allow_remote=True)
         if replay_endpoint is not None:
             check_endpoint("replay_endpoint", replay_endpoint, allow_remote=True)
@@ -111,10 +111,10 @@ class EventSubscriber(Closing):
         """Disconnect a worker, and remove it from the index.
 
         Raises:
-            ConfigError: If the worker is not connected.
+            ArgumentError: If the worker is not connected.
         """
         if worker not in self._workers:
-            raise ConfigError(f"the worker {worker!r} is not connected")
+            raise ArgumentError(f"the worker {worker!r} is not connected")
         self._workers.pop(worker).sockets.close()
         self._index.remove(worker)
 
@@ -155,10 +155,10 @@ class EventSubscriber(Closing):
         For "inproc://" this is unknown, and `False`.
 
         Raises:
-            ConfigError: If there is no such worker.
+            ArgumentError: If there is no such worker.
         """
         if worker not in self._workers:
-            raise ConfigError(f"the worker {worker!r} is not connected")
+            raise ArgumentError(f"the worker {worker!r} is not connected")
         return self._workers[worker].is_connected
 
     def stats(self) -> SubscriberStats:

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvpool.attention import plain_attention
-from kvpool.errors import ConfigError
+from kvpool.errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,11 +89,11 @@ def check_installed(config: PretrainedConfig) -> None:
         config: The configuration of its decoder.
 
     Raises:
-        ConfigError: If its attention was set to another one.
+        StateError: If its attention was set to another one.
     """
     implementation = _implementation(config)
     if implementation != _NAME:
-        raise ConfigError(
+        raise StateError(
             f"the attention of {config.model_type} was set to {implementation!r} after PooledModel set it to "
             f'"{_NAME}": set it back, and give models that need another one a configuration of their own'
         )

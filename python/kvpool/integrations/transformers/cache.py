@@ -20,7 +20,7 @@ from typing_extensions import Self, override
 
 from kvpool._closing import Closing
 from kvpool._kvpool import BatchPlanner, GDNPool
-from kvpool.errors import ConfigError, OutOfMemoryError, StaleError
+from kvpool.errors import ArgumentError, ConfigError, OutOfMemoryError, StaleError, StateError
 from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
 from kvpool.integrations.transformers import seams
 from kvpool.integrations.transformers.layout import (
@@ -225,15 +225,15 @@ class PooledCache(Cache, Closing):
         """Free the slots of the last `-tokens_to_remove` tokens of each sequence.
 
         Raises:
-            ConfigError: If `tokens_to_remove` is positive, there are fewer tokens, or the model has states of
-                Gated DeltaNet layers, which cannot be restored. Nothing is changed.
+            ArgumentError: If `tokens_to_remove` is positive, there are fewer tokens, or the model has states
+                of Gated DeltaNet layers, which cannot be restored. Nothing is changed.
             IndexOwnershipError: If a sequence would end within a page that another one shares. Nothing is
                 changed.
         """
         if tokens_to_remove > 0:
-            raise ConfigError(f"crop({tokens_to_remove}): it takes the negative number of tokens to remove")
+            raise ArgumentError(f"crop({tokens_to_remove}): it takes the negative number of tokens to remove")
         if tokens_to_remove and self.gdn_pool is not None:
-            raise ConfigError(
+            raise ArgumentError(
                 f"crop({tokens_to_remove}): states of Gated DeltaNet layers cannot be taken back"
             )
         self._batch.truncate(-tokens_to_remove)
@@ -353,7 +353,7 @@ class _Batch:
                 self._pools.gdn_pool.reset_states(rows)
             self._set_rows(rows)
         elif n != len(self.rows):
-            raise ConfigError(f"the batch has {n} sequences, the cache {len(self.rows)}: reset() it")
+            raise StateError(f"the batch has {n} sequences, the cache {len(self.rows)}: reset() it")
 
     def _alloc(self, n: int) -> list[int]:
         table = self._pools.table
@@ -395,12 +395,12 @@ class _Batch:
         n, new = key_states.shape[0], key_states.shape[2]
         shapes = [(states.shape[1], states.shape[3]) for states in (key_states, value_states)]
         if shapes != self._shapes:
-            raise ConfigError(
+            raise ArgumentError(
                 f"keys and values have heads and elements {shapes}, the cache {self._shapes}: it is of "
                 "another model"
             )
         if torch.is_grad_enabled() and key_states.requires_grad:
-            raise ConfigError(
+            raise ArgumentError(
                 "the pools keep no gradients: generate() has none, otherwise use torch.no_grad()"
             )
         if self.lengths[layer_id] == self.length:
@@ -464,7 +464,7 @@ class _Batch:
     def truncate(self, tokens: int) -> None:
         """Free the slots of the last tokens of each sequence."""
         if tokens > self.length:
-            raise ConfigError(f"{tokens} of {self.length} tokens cannot be removed")
+            raise ArgumentError(f"{tokens} of {self.length} tokens cannot be removed")
         if tokens:
             self._pools.planner.truncate(self.rows, [self.length - tokens] * len(self.rows))
             self.length -= tokens

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from kvpool.attention import AttentionGroup, PoolAttention
-from kvpool.errors import ConfigError
+from kvpool.errors import ArgumentError
 from kvpool.integrations.transformers import attention
 from kvpool.integrations.transformers.layout import cache_argument
 from kvpool.integrations.transformers.probe import call_options, check_call
@@ -60,14 +60,14 @@ class Runner:
     ) -> torch.Tensor:
         """Run the new tokens of a batch, as `PooledModel.forward` describes it."""
         if token_ids.shape != (plan.padded_num_tokens,):
-            raise ConfigError(
+            raise ArgumentError(
                 f"token_ids has shape {tuple(token_ids.shape)}, the plan {plan.padded_num_tokens} new tokens"
             )
         attention.check_installed(self._config)
         step = PoolAttention(plan, self._kv_pool, wait_layer)
         found = sum(len(group.requests) for group in step.groups)
         if found == 0 or found != plan.padded_batch_size:
-            raise ConfigError(
+            raise ArgumentError(
                 f"{found} of {plan.padded_batch_size} requests have new tokens; all must, and at least one"
             )
         positions, slots = plan.positions.long(), plan.out_cache_loc
