@@ -39,9 +39,10 @@ OPTIONS = (
     "--prec-div=true",
     "--ftz=false",
 )
-# The target architectures, and the suffixes of their files: the first for every
-# device, the second for those with instructions for 8-bit floats.
-TARGETS = {70: ".ptx", 90: ".sm_90.ptx"}
+# The architecture of the PTX for every device, and of the one with instructions for 8-bit floats: the modules
+# that use these are compiled for both.
+OLDEST_TARGET, NEWER_TARGET = 70, 90
+WITH_NEWER = ("rows",)
 # The compiler for each version of PTX: what the oldest supported driver accepts, and the oldest one with long
 # parameters.
 COMPILERS = {
@@ -50,8 +51,8 @@ COMPILERS = {
 }
 HEAD = "\n.version {}\n.target sm_{}\n"
 ASSEMBLERS = ("nvidia/cuda_nvcc/bin/ptxas", "nvidia/cu13/bin/ptxas")
-# What is assembled with the first of them, and from the PTX for which architecture.
-CUBINS = {80: 70, 90: 90, 100: 90, 120: 90}
+# What is assembled with the first of them.
+CUBINS = (80, 90, 100, 120)
 OLDEST = 75
 NEWEST = 121
 # What the assemblers said of the committed PTX.
@@ -192,15 +193,28 @@ def cubin(assembler: Path, architecture: int, ptx: Path) -> bytes:
         return out.read_bytes()
 
 
+def sources(module: str) -> dict[int, Path]:
+    """The PTX of a module by its architecture."""
+    found = {OLDEST_TARGET: HERE / f"{module}.ptx"}
+    if module in WITH_NEWER:
+        found[NEWER_TARGET] = HERE / f"{module}.sm_{NEWER_TARGET}.ptx"
+    return found
+
+
+def source(module: str, architecture: int) -> Path:
+    """The PTX that a device of an architecture gets: the newest that it can run."""
+    return max((target, path) for target, path in sources(module).items() if target <= architecture)[1]
+
+
 def cubins(tools: Path) -> dict[Path, bytes]:
     """All modules in machine code, assembled from the committed PTX."""
     assembler = tool(tools, ASSEMBLERS[0])
     return {
         HERE / "cubin" / f"{module}.sm_{architecture}.cubin": cubin(
-            assembler, architecture, HERE / f"{module}{TARGETS[target]}"
+            assembler, architecture, source(module, architecture)
         )
         for module in MODULES
-        for architecture, target in CUBINS.items()
+        for architecture in CUBINS
     }
 
 
@@ -229,7 +243,7 @@ def assembled(tools: Path, compiled: dict[Path, bytes]) -> dict[str, object]:
         if not known[name]:
             raise GenerateError(f"{assembler} names no architecture from sm_{OLDEST} to sm_{NEWEST}")
         for path in compiled:
-            oldest = next(target for target in reversed(TARGETS) if path.name.endswith(TARGETS[target]))
+            oldest = NEWER_TARGET if path.name.endswith(f".sm_{NEWER_TARGET}.ptx") else OLDEST_TARGET
             for architecture in known[name]:
                 if architecture >= oldest:
                     for kernel, count in registers(assembler, architecture, path).items():
@@ -280,9 +294,9 @@ def main() -> None:
     try:
         compilers = {version: Compiler(arguments.tools, version) for version in COMPILERS}
         compiled = {
-            HERE / f"{module}{end}": compilers[version].ptx(module, target)
+            path: compilers[version].ptx(module, target)
             for module, version in MODULES.items()
-            for target, end in TARGETS.items()
+            for target, path in sources(module).items()
         }
         if arguments.check:
             check(arguments.tools, compiled)

@@ -24,7 +24,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from generate import ASSEMBLERS, CUBINS, HERE, TARGETS, GenerateError, registers, run, tool
+from generate import ASSEMBLERS, CUBINS, HERE, GenerateError, registers, run, source, tool
 from rich.console import Console
 from rich.table import Table
 
@@ -266,8 +266,8 @@ def lines(tools: Path) -> list[list[str]]:
     disassembler, assembler = tool(tools, DISASSEMBLER), tool(tools, ASSEMBLERS[0])
     found: dict[tuple[str, int], list[str]] = {}
     for module in sorted({case.module for case in CASES}):
-        for architecture, target in CUBINS.items():
-            used = registers(assembler, architecture, HERE / f"{module}{TARGETS[target]}")
+        for architecture in CUBINS:
+            used = registers(assembler, architecture, source(module, architecture))
             cubin = HERE / "cubin" / f"{module}.sm_{architecture}.cubin"
             code = kernels(run(disassembler, "--print-code", cubin))
             for case in CASES:

@@ -37,8 +37,8 @@ impl Wanted {
 pub(super) struct Compiled {
     /// The PTX for every device.
     ptx: &'static str,
-    /// The PTX for compute capability 9.0 and later.
-    ptx_90: &'static str,
+    /// The PTX for compute capability 9.0 and later, if it has instructions that older ones lack.
+    ptx_90: Option<&'static str>,
     /// Machine code, and its compute capability: devices with the same major number and at least this minor
     /// number run it.
     cubins: [((u32, u32), &'static [u8]); 4],
@@ -57,10 +57,10 @@ macro_rules! cubin {
 }
 
 macro_rules! compiled {
-    ($name:literal) => {
+    ($name:literal, $newer:expr) => {
         Compiled {
             ptx: concat!(include_str!(concat!("../", $name, ".ptx")), "\0"),
-            ptx_90: concat!(include_str!(concat!("../", $name, ".sm_90.ptx")), "\0"),
+            ptx_90: $newer,
             cubins: [
                 ((8, 0), cubin!($name, "80")),
                 ((9, 0), cubin!($name, "90")),
@@ -71,11 +71,11 @@ macro_rules! compiled {
     };
 }
 
-pub(super) const PLAN: Compiled = compiled!("plan");
+pub(super) const PLAN: Compiled = compiled!("plan", None);
 /// For drivers from [`LONG_PARAMS_SINCE`](super::numbers::LONG_PARAMS_SINCE) on.
-pub(super) const PLAN_LONG: Compiled = compiled!("plan_long");
-pub(super) const ROWS: Compiled = compiled!("rows");
-pub(super) const TABLE: Compiled = compiled!("table");
+pub(super) const PLAN_LONG: Compiled = compiled!("plan_long", None);
+pub(super) const ROWS: Compiled = compiled!("rows", Some(concat!(include_str!("../rows.sm_90.ptx"), "\0")));
+pub(super) const TABLE: Compiled = compiled!("table", None);
 
 /// Returns PTX as the driver takes it, ending with a zero.
 fn ptx(text: &'static str) -> Image<'static> {
@@ -106,7 +106,7 @@ impl Compiled {
                 ))
             });
         }
-        let newer = ((major, minor) >= (9, 0)).then(|| ptx(self.ptx_90));
+        let newer = self.ptx_90.filter(|_| (major, minor) >= (9, 0)).map(ptx);
         Ok(cubin.into_iter().chain(newer).chain([ptx(self.ptx)]).collect())
     }
 }
