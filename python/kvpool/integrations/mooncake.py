@@ -51,7 +51,7 @@ _IS_THERE = 1
 _SEEN_S = 60.0
 _MOST_SEEN = 1 << 16
 
-# After 60 seconds Mooncake returns from a transfer that still runs, into memory that has another use by then.
+# Mooncake gives up on a transfer after 60 s without stopping it: late bytes may land in reused memory.
 # A transfer without progress for the seconds of this variable ends. If one makes slow progress, the client is
 # closed after `_SLOW_S`.
 _PROGRESS = "MC_TCP_PROGRESS_TIMEOUT_SEC"

@@ -258,7 +258,7 @@ impl Lease {
             check_idle(lease)?;
             if lease.hold.len() != begin {
                 return Err(Error::state(format!(
-                    "the lease changed from {begin} to {} tokens while it was to load",
+                    "the lease changed from {begin} to {} tokens during load(); call load() again",
                     lease.hold.len()
                 )));
             }

@@ -381,7 +381,7 @@ impl RequestTable {
         }
         out.check_on(self.device(), "kv_indices")?;
         if self.has(out) {
-            return Err(Error::argument("kv_indices must not be part of the table that it is made of"));
+            return Err(Error::argument("kv_indices must not overlap req_to_token"));
         }
         self.executor.build_kv_indices(&self.table()?, rows, indptr, out, stream)
     }
