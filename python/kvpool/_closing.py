@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 class Closing(ABC):
     """Closes itself at the end of a `with`."""
 
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether the object is closed."""
+
     @abstractmethod
     def close(self) -> None:
         """Close the object and release what it holds."""

@@ -357,7 +357,7 @@ class Pool:
             alone holds "evictable" or, with leases, "locked".
 
         Raises:
-            ArgumentError: If the pool does not debug.
+            StateError: If the pool does not debug.
             TypeError: If the pool hands nothing out, or is a `Workspace`, which records no owners.
         """
     def _repr_html_(self) -> str:
@@ -459,17 +459,26 @@ class KVPool(Pool):
     def page_size(self) -> int:
         """Slots per page."""
     @property
-    def layer_num(self) -> int:
+    def num_layers(self) -> int:
         """Number of layers."""
     @property
-    def k_head_num(self) -> int:
+    def num_k_heads(self) -> int:
         """Number of key heads."""
+    @property
+    def num_v_heads(self) -> int:
+        """Number of value heads."""
+    @property
+    def layer_num(self) -> int:
+        """Another name of `num_layers`, as the constructor has it."""
+    @property
+    def k_head_num(self) -> int:
+        """Another name of `num_k_heads`, as the constructor has it."""
     @property
     def k_head_dim(self) -> int:
         """Elements of a key head."""
     @property
     def v_head_num(self) -> int:
-        """Number of value heads."""
+        """Another name of `num_v_heads`, as the constructor has it."""
     @property
     def v_head_dim(self) -> int:
         """Elements of a value head."""
@@ -858,7 +867,7 @@ class TokenToKVPoolAllocator(Pool):
             size: As in the constructor.
 
         Raises:
-            ArgumentError: As in the constructor. Nothing is changed.
+            ConfigError: As in the constructor. Nothing is changed.
             OutOfMemoryError: If there is not enough memory. Nothing is changed.
             DriverError: If the stream is being captured. Nothing is changed.
         """
@@ -919,6 +928,12 @@ class TokenToKVPoolAllocator(Pool):
         """Returns the number of slots that can be handed out, including freed slots whose values are still being
         copied from a GPU.
         """
+    @property
+    def slots_free(self) -> int:
+        """Number of slots that can be handed out: what `available_size` returns."""
+    @property
+    def pages_free(self) -> int:
+        """Number of pages that can be handed out."""
     def clear(self) -> None:
         """Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before. Loads
         from a tier below a prefix cache are over in the order of the current stream; without a GPU the call waits for
@@ -1060,16 +1075,22 @@ class ReqToTokenPool(Pool):
             DriverError: If the stream is being captured, or rows that an earlier call could not zero cannot be zeroed now.
                 No row is taken.
         """
-    def free(self, slot_or_slots: SupportsIndex | IndicesLike, *, owner: str | int | None = None) -> None:
+    def free(
+        self,
+        rows: SupportsIndex | IndicesLike | None = None,
+        *,
+        owner: str | int | None = None,
+        slot_or_slots: SupportsIndex | IndicesLike | None = None,
+    ) -> None:
         """Frees one or more rows, and zeroes their written columns, unless `zero_rows` is false. If the driver
         fails to zero them, a warning is logged, and they are zeroed before they are handed out again. Requests of
         a `BatchPlanner` end with `BatchPlanner.finish`; if their rows are freed here, the planner frees their
         slots at its next call, or when slots are short, and logs a warning.
 
         Args:
-            slot_or_slots: Rows: an int, or ints in a tensor, an array or a sequence. Waits for values that
-                only a GPU has.
+            rows: An int, or ints in a tensor, an array or a sequence. Waits for values that only a GPU has.
             owner: As in `alloc`.
+            slot_or_slots: Another name of `rows`.
 
         Raises:
             IndexOwnershipError: If the pool is strict and a free is invalid. Nothing is changed.
@@ -1128,6 +1149,9 @@ class ReqToTokenPool(Pool):
         """
     def available_size(self) -> int:
         """Returns the number of free rows."""
+    @property
+    def rows_free(self) -> int:
+        """Number of free rows: what `available_size` returns."""
     def rows_in_use(self) -> list[int]:
         """Returns the rows in use, ascending: all that `alloc` has returned and nobody has freed.
 
@@ -2526,8 +2550,11 @@ class Lease:
     def namespace(self) -> Namespace:
         """The namespace of the prefix."""
     @property
-    def released(self) -> bool:
+    def closed(self) -> bool:
         """Whether the lease was released, or the allocator was cleared."""
+    @property
+    def released(self) -> bool:
+        """Another name of `closed`."""
     def publish(
         self,
         tokens: IndicesLike,
@@ -2972,8 +2999,11 @@ class PagePool(Pool):
     def total_pages(self) -> int:
         """Number of pages, free and in use."""
     @property
-    def free_pages(self) -> int:
+    def pages_free(self) -> int:
         """Number of free pages."""
+    @property
+    def free_pages(self) -> int:
+        """Another name of `pages_free`."""
     @property
     def used_pages(self) -> int:
         """Number of pages in use."""
@@ -3271,11 +3301,17 @@ class BufferPool(Pool):
     def rounding(self) -> Rounding:
         """The way in which sizes are rounded up: "pow2" or "fine"."""
     @property
-    def free_count(self) -> int:
+    def buffers_free(self) -> int:
         """Number of free buffers."""
     @property
-    def free_bytes(self) -> int:
+    def bytes_free(self) -> int:
         """Bytes of the free buffers."""
+    @property
+    def free_count(self) -> int:
+        """Another name of `buffers_free`."""
+    @property
+    def free_bytes(self) -> int:
+        """Another name of `bytes_free`."""
     @property
     def in_use_count(self) -> int:
         """Number of buffers in use."""
@@ -3431,8 +3467,11 @@ class _Workspace(Pool):
     def num_threads(self) -> int | None:
         """Number of PyTorch threads inside `use()`, or `None` to keep PyTorch's setting."""
     @property
-    def is_closed(self) -> bool:
+    def closed(self) -> bool:
         """Whether the workspace is closed."""
+    @property
+    def is_closed(self) -> bool:
+        """Another name of `closed`."""
     def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> torch.Tensor:
         """Returns a contiguous tensor in the arena, 256-byte aligned, with undefined elements.
 
@@ -4128,7 +4167,7 @@ class BlockQueue:
 
         Raises:
             IndexOwnershipError: If it is of another queue.
-            StateError: If it is not free.
+            RuntimeError: If it is not free.
         """
     def append(self, block: Block) -> None:
         """Adds a block at the end, regardless of its reference count.
@@ -4185,7 +4224,7 @@ class BlockQueue:
             The objects that are not blocks of this queue, unchanged.
 
         Raises:
-            StateError: If a block is neither used nor free. Nothing is changed.
+            RuntimeError: If a block is neither used nor free. Nothing is changed.
         """
     def __len__(self) -> int:
         """Return len(self)."""

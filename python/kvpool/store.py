@@ -119,6 +119,11 @@ class Store(Closing):
                 the tier.
         """
 
+    @property
+    def closed(self) -> bool:
+        """Whether the store is closed."""
+        return self._ends.is_set()
+
     def close(self) -> None:
         """Refuse further calls, and wait until the earlier ones are answered.
 

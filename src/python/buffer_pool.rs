@@ -233,14 +233,26 @@ impl BufferPool {
 
     /// Number of free buffers.
     #[getter]
-    fn free_count(&self) -> usize {
+    fn buffers_free(&self) -> usize {
         self.pool.with_buckets(|buckets| buckets.free_count())
     }
 
     /// Bytes of the free buffers.
     #[getter]
-    fn free_bytes(&self) -> usize {
+    fn bytes_free(&self) -> usize {
         self.pool.with_buckets(|buckets| buckets.free_bytes())
+    }
+
+    /// Another name of `buffers_free`.
+    #[getter]
+    fn free_count(&self) -> usize {
+        self.buffers_free()
+    }
+
+    /// Another name of `bytes_free`.
+    #[getter]
+    fn free_bytes(&self) -> usize {
+        self.bytes_free()
     }
 
     /// Number of buffers in use.

@@ -399,14 +399,32 @@ impl KvPool {
 
     /// Number of layers.
     #[getter]
-    fn layer_num(&self) -> usize {
+    fn num_layers(&self) -> usize {
         self.pool.config().layer_num
     }
 
     /// Number of key heads.
     #[getter]
-    fn k_head_num(&self) -> usize {
+    fn num_k_heads(&self) -> usize {
         self.pool.config().k_head_num
+    }
+
+    /// Number of value heads.
+    #[getter]
+    fn num_v_heads(&self) -> usize {
+        self.pool.config().v_head_num
+    }
+
+    /// Another name of `num_layers`, as the constructor has it.
+    #[getter]
+    fn layer_num(&self) -> usize {
+        self.num_layers()
+    }
+
+    /// Another name of `num_k_heads`, as the constructor has it.
+    #[getter]
+    fn k_head_num(&self) -> usize {
+        self.num_k_heads()
     }
 
     /// Elements of a key head.
@@ -415,10 +433,10 @@ impl KvPool {
         self.pool.config().k_head_dim
     }
 
-    /// Number of value heads.
+    /// Another name of `num_v_heads`, as the constructor has it.
     #[getter]
     fn v_head_num(&self) -> usize {
-        self.pool.config().v_head_num
+        self.num_v_heads()
     }
 
     /// Elements of a value head.

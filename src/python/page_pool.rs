@@ -146,8 +146,14 @@ impl PagePool {
 
     /// Number of free pages.
     #[getter]
-    fn free_pages(&self) -> usize {
+    fn pages_free(&self) -> usize {
         self.pool.with_pages(|pages| pages.available())
+    }
+
+    /// Another name of `pages_free`.
+    #[getter]
+    fn free_pages(&self) -> usize {
+        self.pages_free()
     }
 
     /// Number of pages in use.

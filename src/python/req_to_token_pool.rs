@@ -261,22 +261,26 @@ impl ReqToTokenPool {
     /// slots at its next call, or when slots are short, and logs a warning.
     ///
     /// Args:
-    ///     slot_or_slots: Rows: an int, or ints in a tensor, an array or a sequence. Waits for values that
-    ///         only a GPU has.
+    ///     rows: An int, or ints in a tensor, an array or a sequence. Waits for values that only a GPU has.
     ///     owner: As in `alloc`.
+    ///     slot_or_slots: Another name of `rows`.
     ///
     /// Raises:
     ///     IndexOwnershipError: If the pool is strict and a free is invalid. Nothing is changed.
     ///     DriverError: If the stream is being captured. Nothing is changed.
-    #[pyo3(signature = (slot_or_slots, *, owner=None))]
+    #[pyo3(signature = (rows=None, *, owner=None, slot_or_slots=None))]
     fn free(
         &self,
         py: Python<'_>,
-        slot_or_slots: &Bound<'_, PyAny>,
+        rows: Option<&Bound<'_, PyAny>>,
         owner: Option<&Bound<'_, PyAny>>,
+        slot_or_slots: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
+        let ((Some(rows), None) | (None, Some(rows))) = (rows, slot_or_slots) else {
+            return Err(PyTypeError::new_err("free takes rows"));
+        };
         let _acting = self.debug.begin(py, owner)?;
-        let values = args::index_or_indices(slot_or_slots)?.values(py)?;
+        let values = args::index_or_indices(rows)?.values(py)?;
         let stream = self.stream(py, values.len())?;
         let freed = self.pool.free(&values, stream)?;
         self.reporter.bad_frees(py, &freed.bad, RequestRow::NOUN, values.len(), self.debug);
@@ -370,6 +374,12 @@ impl ReqToTokenPool {
     /// Returns the number of free rows.
     fn available_size(&self) -> usize {
         self.pool.available_size()
+    }
+
+    /// Number of free rows: what `available_size` returns.
+    #[getter]
+    fn rows_free(&self) -> usize {
+        self.available_size()
     }
 
     /// Returns the rows in use, ascending: all that `alloc` has returned and nobody has freed.

@@ -576,6 +576,18 @@ impl TokenToKvPoolAllocator {
         Ok(self.pool.poll_available_size(self.debug_stream(py)?)?)
     }
 
+    /// Number of slots that can be handed out: what `available_size` returns.
+    #[getter]
+    fn slots_free(&self, py: Python<'_>) -> PyResult<usize> {
+        self.available_size(py)
+    }
+
+    /// Number of pages that can be handed out.
+    #[getter]
+    fn pages_free(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.available_size(py)? / self.pool.page_size())
+    }
+
     /// Frees every slot, closes groups and discards fences. Do not use tensors that were handed out before. Loads
     /// from a tier below a prefix cache are over in the order of the current stream; without a GPU the call waits for
     /// them. Leases of a prefix cache and requests of a `BatchPlanner` end: they have no tokens afterwards.

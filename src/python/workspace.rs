@@ -181,8 +181,14 @@ impl Workspace {
 
     /// Whether the workspace is closed.
     #[getter]
-    fn is_closed(&self) -> bool {
+    fn closed(&self) -> bool {
         self.pool.is_closed()
+    }
+
+    /// Another name of `closed`.
+    #[getter]
+    fn is_closed(&self) -> bool {
+        self.closed()
     }
 
     fn __repr__(&self) -> String {

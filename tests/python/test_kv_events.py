@@ -1129,6 +1129,8 @@ def test_nothing_is_left_after_close() -> None:
         for _ in range(2):
             publisher.close()
             subscriber.close()
+            assert publisher.closed
+            assert subscriber.closed
         with pytest.raises(RuntimeError, match="publisher is closed"):
             publisher.publish()
         with pytest.raises(RuntimeError, match="subscriber is closed"):

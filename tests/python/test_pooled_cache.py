@@ -181,6 +181,7 @@ def test_copies_go_on_from_a_prompt(config: str) -> None:
         gc.collect()
         assert cache.allocator.stats()["in_use"] == 24
     cache.close()
+    assert cache.closed
     assert is_whole(cache)
 
 

@@ -58,7 +58,7 @@ def test_zeros_are_zero_where_something_was() -> None:
 
 def test_a_workspace_tells_its_sizes_and_high_water() -> None:
     workspace = make(num_threads=3)
-    assert (workspace.arena_bytes, workspace.num_threads, workspace.is_closed) == (MIB, 3, False)
+    assert (workspace.arena_bytes, workspace.num_threads, workspace.closed) == (MIB, 3, False)
     assert torch.device(workspace.device).type == devices.current()
     workspace.empty(1000, "float32")
     assert workspace.used_bytes == workspace.high_water_bytes == 4096
@@ -138,8 +138,8 @@ def test_bad_shapes_and_dtypes_take_nothing() -> None:
 def test_a_closed_workspace_refuses_calls_and_its_tensors_stay() -> None:
     with make() as workspace:
         tensor = workspace.zeros(100, "float32")
-        assert not workspace.is_closed
-    assert workspace.is_closed
+        assert not workspace.closed
+    assert workspace.closed
     workspace.close()
     assert workspace.stats()["capacity"] == workspace.used_bytes == 0
     for call in (workspace.empty, workspace.zeros):

@@ -391,6 +391,11 @@ class Endpoint(Closing):
         """
         return self._core.read_times()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the endpoint is closed."""
+        return self._core.is_closed
+
     def close(self) -> None:
         """End all leases, transfers and connections. When the call returns, no byte arrives any more."""
         self._core.close()

@@ -125,8 +125,14 @@ impl Lease {
 
     /// Whether the lease was released, or the allocator was cleared.
     #[getter]
-    fn released(&self) -> bool {
+    fn closed(&self) -> bool {
         self.lease.len().is_err()
+    }
+
+    /// Another name of `closed`.
+    #[getter]
+    fn released(&self) -> bool {
+        self.closed()
     }
 
     /// Publishes what the request has computed since: whole pages become the cache's, and the lease grows over

@@ -237,6 +237,11 @@ class EventPublisher(Closing):
                 "refused": sum(each.refused for each in (self._service, self._guard) if each is not None),
             }
 
+    @property
+    def closed(self) -> bool:
+        """Whether the publisher is closed."""
+        return self._closed
+
     def close(self) -> None:
         """Close the sockets, and end the thread.
 

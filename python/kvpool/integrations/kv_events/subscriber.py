@@ -179,6 +179,11 @@ class EventSubscriber(Closing):
             "drops": sum(worker.feed.drops for worker in workers),
         }
 
+    @property
+    def closed(self) -> bool:
+        """Whether the subscriber is closed."""
+        return self._closed
+
     def close(self) -> None:
         """Close the sockets. The index does not change. Further calls do nothing."""
         self._closed = True

@@ -143,6 +143,12 @@ class PooledCache(Cache, Closing):
         self._closer = weakref.finalize(self, self._batch.close)
         self._closer.atexit = False
 
+    @property
+    @override
+    def closed(self) -> bool:
+        """Whether the cache is closed."""
+        return self._batch.closed
+
     @override
     def close(self) -> None:
         """Free all slots for good: a later write raises `StaleError`. A second call does nothing."""
@@ -320,7 +326,7 @@ class _Batch:
 
     def __init__(self, pools: _Pools) -> None:
         self._pools = pools
-        self._closed = False
+        self.closed = False
         self._plan: BatchPlan | None = None
         # Where the last tokens of all sequences are, by their number, until the next change: a run, or slots.
         self._places: dict[int, _Run | torch.Tensor] = {}
@@ -345,7 +351,7 @@ class _Batch:
 
     def start(self, n: int) -> None:
         """Take rows for the first tokens of `n` sequences; later, check that there still are `n`."""
-        if self._closed:
+        if self.closed:
             raise StaleError("the cache is closed")
         if not self.rows:
             rows = self._alloc(n)
@@ -531,7 +537,7 @@ class _Batch:
 
     def close(self) -> None:
         """Free all rows and slots, and refuse to take others."""
-        self._closed = True
+        self.closed = True
         self.release()
 
 
