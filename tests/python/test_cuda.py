@@ -1205,16 +1205,16 @@ def test_a_replay_verifies_every_token(page_size: int, prefix_cache: bool) -> No
 
 
 IMAGES = {
-    (7, 5): 1,
-    (8, 0): 2,
-    (8, 9): 2,
-    (9, 0): 3,
-    (10, 0): 3,
-    (10, 3): 3,
-    (11, 0): 2,
-    (12, 1): 3,
+    (7, 5): (1, 1),
+    (8, 0): (2, 2),
+    (8, 9): (2, 2),
+    (9, 0): (2, 3),
+    (10, 0): (2, 3),
+    (10, 3): (2, 3),
+    (11, 0): (1, 2),
+    (12, 1): (2, 3),
 }
-"""The number of images of the kernels for each compute capability."""
+"""The numbers of images of plan and of rows for each compute capability."""
 
 
 def test_kernels_load_from_the_first_image_that_suits(driver: Driver, run_snippet: RunSnippet) -> None:
@@ -1225,37 +1225,41 @@ def test_kernels_load_from_the_first_image_that_suits(driver: Driver, run_snippe
 
     soft = ctypes.CDLL(None)
     soft.soft_calls.restype = ctypes.c_long
-    loads = lambda: soft.soft_calls(b"cuModuleLoadData")
     # No binary for this device, not PTX that it knows, no image at all.
     codes = [209, 222, 200]
-    for capability, images in {IMAGES}.items():
+
+    def make(failures):
+        soft.soft_reset_calls()
+        for number, code in failures:
+            soft.soft_fail(b"cuModuleLoadData", ctypes.c_long(number), code)
+        try:
+            KVPool(8, 1, 1, 4, "cuda", "float32")
+            return "made"
+        except DriverError as error:
+            return str(error)
+        finally:
+            print(soft.soft_calls(b"cuModuleLoadData"), end=" ")
+
+    for capability, (plan, rows) in {IMAGES}.items():
         child = os.fork()
         if child:
             assert os.waitpid(child, 0)[1] == 0
             continue
         soft.soft_set_capability(*capability)
-        for count in range(images, -1, -1):
-            soft.soft_reset_calls()
-            for number in range(count):
-                soft.soft_fail(b"cuModuleLoadData", ctypes.c_long(number + 1), codes[number])
-            try:
-                pool = KVPool(8, 1, 1, 4, "cuda", "float32")
-                print("made", loads(), end=";")
-            except DriverError as error:
-                print(f"NO {{loads()}} {{error}}", end=";")
-        print(flush=True)
+        # The files are plan, plan_long, rows and table.
+        print(make(list(enumerate(codes[:plan], 1))), end=";")
+        print(make(list(enumerate(codes[:rows], 3))), end=";")
+        print(make([*enumerate(codes[: plan - 1], 1), *enumerate(codes[: rows - 1], plan + 2)]), flush=True)
         os._exit(0)
     """
-    last = ("CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "CUDA_ERROR_INVALID_IMAGE")
-    for images, line in zip(IMAGES.values(), run_snippet(code, hidden=["torch"]).splitlines(), strict=True):
-        refused, *made, end = line.split(";")
-        assert refused.startswith(f"NO {images} cuModuleLoadData failed")
-        assert last[images - 1] in refused
-        # As many loads as images are refused, and one for each of the four files.
-        assert made[0] == f"made {images - 1 + 4}"
-        assert len(made) == images
-        assert all(each.startswith("made") for each in made)
-        assert not end
+    names = ("NO_BINARY_FOR_GPU (209)", "UNSUPPORTED_PTX_VERSION (222)", "INVALID_IMAGE (200)")
+    said = run_snippet(code, hidden=["torch"]).splitlines()
+    for (plan, rows), line in zip(IMAGES.values(), said, strict=True):
+        assert line.split(";") == [
+            f"{plan} cuModuleLoadData failed with CUDA_ERROR_{names[plan - 1]}",
+            f"{2 + rows} cuModuleLoadData failed with CUDA_ERROR_{names[rows - 1]}",
+            f"{plan + 1 + rows + 1} made",
+        ]
 
 
 @pytest.mark.parametrize("version", [12_000, 12_010, 13_020])
