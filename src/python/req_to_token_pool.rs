@@ -7,7 +7,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PySlice, PyString};
+use pyo3::types::{PyList, PyNone, PySlice, PyString};
 
 use crate::base::{Device, Error, Id, IndexVec, RequestRow, check_memory, try_with_capacity};
 use crate::memory::Stream;
@@ -276,10 +276,12 @@ impl ReqToTokenPool {
         owner: Option<&Bound<'_, PyAny>>,
         slot_or_slots: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let ((Some(rows), None) | (None, Some(rows))) = (rows, slot_or_slots) else {
-            return Err(PyTypeError::new_err("free takes rows"));
-        };
+        if rows.is_some() && slot_or_slots.is_some() {
+            return Err(PyTypeError::new_err("free takes rows or slot_or_slots, not both"));
+        }
         let _acting = self.debug.begin(py, owner)?;
+        let none = PyNone::get(py);
+        let rows = rows.or(slot_or_slots).unwrap_or(none.as_any());
         let values = args::index_or_indices(rows)?.values(py)?;
         let stream = self.stream(py, values.len())?;
         let freed = self.pool.free(&values, stream)?;

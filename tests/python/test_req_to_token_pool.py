@@ -396,7 +396,7 @@ def test_places_that_are_part_of_the_table_are_read_before(driver: Driver, seed:
     table.write((torch.full((4,), row).cuda(), table.read(row, 4)), [9, 8, 7, 6])
     driver.run()
     assert table.read(row, 4).tolist() == [6, 7, 8, 9]
-    with pytest.raises(ConfigError, match="part of the table"):
+    with pytest.raises(ConfigError, match="kv_indices must not overlap req_to_token"):
         table.build_kv_indices([row], [0, 2], table.req_to_token[row, 4:6])
 
 
