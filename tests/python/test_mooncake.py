@@ -390,12 +390,12 @@ def test_pages_of_a_killed_writer_are_right_or_missing(start: Callable[..., Clus
 
 def test_misuse_is_refused_with_its_numbers(pair: tuple[Server, Server]) -> None:
     patterns = [
-        "ConfigError: a key has 32 bytes, not 5",
-        "ConfigError: a key has 32 bytes, not 33",
-        "ConfigError: 2 keys, 1 addresses and 1 sizes",
+        "ArgumentError: a key has 32 bytes, not 5",
+        "ArgumentError: a key has 32 bytes, not 33",
+        "ArgumentError: 2 keys, 1 addresses and 1 sizes",
         *["are in no region that was attached"] * 5,
-        "ConfigError: a region of 0 bytes at 0x",
-        "ConfigError: the region at 0x",
+        "ArgumentError: a region of 0 bytes at 0x",
+        "ArgumentError: the region at 0x",
         "ConfigError: master is '127.0.0.1'; it must be 'host:port'",
         "ConfigError: master is '127.0.0.1:0'",
         "ConfigError: master is ':50051'",

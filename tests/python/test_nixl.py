@@ -268,7 +268,7 @@ def test_rows_between_machines(nixl: dict[str, str]) -> None:
 def test_pools_that_do_not_fit(three: tuple[Process, Process, Process]) -> None:
     a, _, other = three
     assert a.ask("connect", other.ask("metadata")) == {
-        "error": "ConfigError",
+        "error": "ArgumentError",
         "text": "the pools of c and a do not fit: k_head_dim of kv is 16 at c and 8 at a",
     }
 

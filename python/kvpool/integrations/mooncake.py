@@ -312,7 +312,7 @@ class MooncakeStore(Store):
         minute, however often this is called. `touch` and `read` always ask.
 
         Raises:
-            ConfigError: If a key has not 32 bytes.
+            ArgumentError: If a key has not 32 bytes.
             StateError: If the store is closed, or of another process.
         """
         names = [_name(key) for key in keys]
@@ -328,7 +328,7 @@ class MooncakeStore(Store):
         """Return for each key whether its value is in the cluster. The master keeps it for some seconds.
 
         Raises:
-            ConfigError: If a key has not 32 bytes.
+            ArgumentError: If a key has not 32 bytes.
             StateError: If the store is closed, or of another process.
         """
         return self._look_up([_name(key) for key in keys])
@@ -354,7 +354,7 @@ class MooncakeStore(Store):
             size or does not fit its key. The content of its memory is then undefined.
 
         Raises:
-            ConfigError: If the arguments differ in number, a key has not 32 bytes, or memory was not
+            ArgumentError: If the arguments differ in number, a key has not 32 bytes, or memory was not
                 attached.
             StateError: If the store is closed, or of another process.
         """
@@ -370,7 +370,7 @@ class MooncakeStore(Store):
             the cluster has no room or cannot be reached.
 
         Raises:
-            ConfigError: If the arguments differ in number, a key has not 32 bytes, or memory was not
+            ArgumentError: If the arguments differ in number, a key has not 32 bytes, or memory was not
                 attached.
             StateError: If the store is closed, or of another process.
         """

@@ -211,7 +211,7 @@ class Peer:
         """Return the slots that the peer has lent, from `SlotLease.ticket`. Their time counts from now.
 
         Raises:
-            ConfigError: If `ticket` is not a ticket.
+            ArgumentError: If `ticket` is not a ticket.
             IndexError: If the peer has no such slots.
         """
         return messages.decode_ticket(ticket).of(self._introduction)
@@ -332,7 +332,7 @@ class Endpoint(Closing):
         """Return the peer that `metadata` introduces. One of the same name takes the place of an earlier one.
 
         Raises:
-            ConfigError: If the rows of the peer differ in shape from those of this endpoint (the message
+            ArgumentError: If the rows of the peer differ in shape from those of this endpoint (the message
                 names the difference), or the bytes are not metadata.
             TransferError: If the peer cannot be reached.
         """

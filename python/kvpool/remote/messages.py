@@ -332,7 +332,7 @@ def decode_ticket(message: bytes) -> RemoteSlots:
     """Return the slots of a ticket. The time of its lease counts from now.
 
     Raises:
-        ConfigError: If the message is not a ticket, or has another version.
+        ArgumentError: If the message is not a ticket, or has another version.
     """
     if not _TICKET.size <= len(message) <= MAX_MESSAGE_BYTES:
         _refuse(f"it has {len(message)} bytes")
@@ -365,7 +365,7 @@ def decode_note(message: bytes) -> Returned | Offered:
     """Return the content of a note.
 
     Raises:
-        ConfigError: If the message is not a valid note, or has another version.
+        ArgumentError: If the message is not a valid note, or has another version.
     """
     if not _NOTE.size <= len(message) <= MAX_MESSAGE_BYTES:
         _refuse(f"it has {len(message)} bytes")
