@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvpool import BatchPlanner, PrefixCache
-from kvpool.errors import ConfigError
+from kvpool.errors import ArgumentError, ConfigError, StateError
 from kvpool_serving.generation import Generation
 from kvpool_serving.held import Held
 from kvpool_serving.interrupts import Interrupts
@@ -218,22 +218,24 @@ class Engine:
             The request.
 
         Raises:
-            ConfigError: If the request table or the pool is too small for the request alone, the prompt is
+            ArgumentError: If the request table or the pool is too small for the request alone, the prompt is
                 empty, a token is not in the vocabulary, or `tokens` has `max_new_tokens` tokens already.
         """
         prompt, tokens = [int(token) for token in prompt], [int(token) for token in tokens]
         prompt_len, vocab_size = len(prompt), self.model.vocab_size
         unknown = [token for token in prompt + tokens if not 0 <= token < vocab_size]
         if prompt_len < 1 or max_new_tokens < 1:
-            raise ConfigError(
+            raise ArgumentError(
                 f"{prompt_len} prompt and {max_new_tokens} new tokens; at least one of each is needed"
             )
         if unknown:
-            raise ConfigError(f"the request has token {unknown[0]}, the vocabulary is 0 to {vocab_size - 1}")
+            raise ArgumentError(
+                f"the request has token {unknown[0]}, the vocabulary is 0 to {vocab_size - 1}"
+            )
         needed = prompt_len + max_new_tokens - 1  # the last token is not computed
         context, capacity = self.model.table.max_context_len, self._capacity
         if needed > min(context, capacity):
-            raise ConfigError(
+            raise ArgumentError(
                 f"{prompt_len} prompt and {max_new_tokens} new tokens need {needed} slots; a row of the "
                 f"request table has {context}, the pool {capacity}"
             )
@@ -249,7 +251,9 @@ class Engine:
         )
         request.held.move = move
         if request.is_complete:
-            raise ConfigError(f"the request has all of its tokens: {len(tokens)} of at most {max_new_tokens}")
+            raise ArgumentError(
+                f"the request has all of its tokens: {len(tokens)} of at most {max_new_tokens}"
+            )
         with self._interrupts.deferred():
             self._scheduler.submit(request)
         return request
@@ -277,10 +281,10 @@ class Engine:
             The copy.
 
         Raises:
-            ConfigError: If the request is over.
+            StateError: If the request is over.
         """
         if request.is_over:
-            raise ConfigError(f"the request is {request.state}; submit its tokens as a prompt instead")
+            raise StateError(f"the request is {request.state}; submit its tokens as a prompt instead")
         copy = Request(
             prompt=request.prompt,
             max_new_tokens=request.max_new_tokens,
@@ -304,7 +308,7 @@ class Engine:
             Whether requests are waiting, running or moving.
 
         Raises:
-            ConfigError: If the model calls it during a step.
+            StateError: If the model calls it during a step.
             OutOfMemoryError: If slots with other owners leave no room for any request.
             Exception: Any exception of the model or a callback. If a batch fails, the running requests are
                 retracted, and the next step calls the remaining callbacks. A load that fails raises nothing:
@@ -335,7 +339,7 @@ class Engine:
         A request that is over stays as it is.
 
         Raises:
-            ConfigError: If the model calls it during a step. Callbacks may abort requests.
+            StateError: If the model calls it during a step. Callbacks may abort requests.
         """
         with self._changing():
             if request.is_over:
@@ -444,7 +448,7 @@ class Engine:
         If another exception comes meanwhile, the next change begins with that.
         """
         if self._is_changing:
-            raise ConfigError(
+            raise StateError(
                 "the engine is in the middle of a step: its model cannot step it or abort requests"
             )
         with self._interrupts.deferred():

@@ -20,7 +20,7 @@ from kvpool_serving.sampling import Sampling
 from moving_request import Incoming, Outgoing
 from pool_reader import VOCAB, PoolReader, alone, is_whole
 
-from kvpool import ConfigError, HostTier, OutOfMemoryError, PrefixCache
+from kvpool import ArgumentError, HostTier, OutOfMemoryError, PrefixCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -430,11 +430,11 @@ def test_tokens_that_are_known_are_not_generated_again(network: Network) -> None
     side.engine.run()
     assert request.tokens == alone(expected)
     assert delivered[request] == alone(expected)[4:]
-    with pytest.raises(ConfigError, match="all of its tokens: 4 of at most 4"):
+    with pytest.raises(ArgumentError, match="all of its tokens: 4 of at most 4"):
         side.engine.submit([1], 4, tokens=[1, 2, 3, 4])
-    with pytest.raises(ConfigError, match="all of its tokens: 2 of at most 4"):
+    with pytest.raises(ArgumentError, match="all of its tokens: 2 of at most 4"):
         side.engine.submit([1], 4, tokens=[1, 2], stop_tokens=[2])
-    with pytest.raises(ConfigError, match="token 50, the vocabulary is 0 to 49"):
+    with pytest.raises(ArgumentError, match="token 50, the vocabulary is 0 to 49"):
         side.engine.submit([1], 4, tokens=[50])
 
 

@@ -20,7 +20,7 @@ from kvpool_serving import Engine, Request
 from kvpool_serving.sampling import Sampling, sample
 from pool_reader import VOCAB, PoolReader, alone, is_whole
 
-from kvpool import ConfigError, OutOfMemoryError, PrefixCache
+from kvpool import ArgumentError, ConfigError, OutOfMemoryError, PrefixCache, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -239,7 +239,7 @@ def test_samples_of_one_prompt_share_its_pages(page_size: int) -> None:
     assert [request.prefix_len for request in others] == [40] * 4
     assert engine.stats()["retractions"] == 0  # five copies of the prompt would not fit
     assert is_whole(engine)
-    with pytest.raises(ConfigError, match="the request is finished"):
+    with pytest.raises(StateError, match="the request is finished"):
         engine.fork(first)
 
 
@@ -537,7 +537,7 @@ def test_a_model_cannot_change_the_engine_in_the_middle_of_a_step() -> None:
         def forward(self, token_ids: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
             logits = super().forward(token_ids, plan)
             for call in (lambda: engine.abort(requests[1]), engine.step):
-                with pytest.raises(ConfigError, match="in the middle of a step"):
+                with pytest.raises(StateError, match="in the middle of a step"):
                     call()
             return logits
 
@@ -551,16 +551,20 @@ def test_a_model_cannot_change_the_engine_in_the_middle_of_a_step() -> None:
 def test_rejects_bad_requests() -> None:
     model = PoolReader(60, 4, 50)
     engine = Engine(model, 16)
-    with pytest.raises(ConfigError, match=r"41 prompt and 11 new tokens need 51 slots.* has 50, the pool 60"):
+    with pytest.raises(
+        ArgumentError, match=r"41 prompt and 11 new tokens need 51 slots.* has 50, the pool 60"
+    ):
         engine.submit([1] * 41, 11)
     small = Engine(PoolReader(40, 4, 50, 16), 16)
-    with pytest.raises(ConfigError, match=r"30 prompt and 4 new tokens need 33 slots.* has 50, the pool 32"):
+    with pytest.raises(
+        ArgumentError, match=r"30 prompt and 4 new tokens need 33 slots.* has 50, the pool 32"
+    ):
         small.submit([1] * 30, 4)
     for prompt, new_tokens in (([], 3), ([1], 0), ([1], -1)):
-        with pytest.raises(ConfigError, match="at least one of each is needed"):
+        with pytest.raises(ArgumentError, match="at least one of each is needed"):
             engine.submit(prompt, new_tokens)
     for prompt in ([1, VOCAB, 2], [2, -1, 1]):
-        with pytest.raises(ConfigError, match=f"has token {prompt[1]}, the vocabulary is 0 to 49"):
+        with pytest.raises(ArgumentError, match=f"has token {prompt[1]}, the vocabulary is 0 to 49"):
             engine.submit(prompt, 2)
     with pytest.raises(ConfigError, match="max_step_tokens is 3; 4 requests"):
         Engine(model, 3)
