@@ -131,16 +131,18 @@ impl Bitmap {
         self.words[word]
     }
 
-    /// Adds a member.
+    /// Adds a member. Returns whether it was none before.
     #[inline]
-    pub(super) fn insert(&mut self, member: usize) {
+    pub(super) fn insert(&mut self, member: usize) -> bool {
         let (word, bit) = (member / 64, 1 << (member % 64));
         let old = self.words[word];
+        let is_new = old & bit == 0;
         self.words[word] = old | bit;
-        self.len += usize::from(old & bit == 0);
+        self.len += usize::from(is_new);
         if old == 0 {
             self.mark(word);
         }
+        is_new
     }
 
     /// Removes a member.

@@ -26,7 +26,8 @@ impl LastLoc<'_> {
     }
 
     /// Returns the last slot of a request. If only a device has it, returns a value that has no next slot.
-    fn of(self, request: usize) -> i64 {
+    #[inline]
+    pub(super) fn of(self, request: usize) -> i64 {
         match self {
             Self::Known(slots) => slots[request],
             Self::OnDevice(_) => i64::MAX,
@@ -89,21 +90,15 @@ impl NewSlots for SlotList {
 pub(super) struct ExtendedRequest {
     pub(super) prefix: u32,
     pub(super) seq: u32,
-    /// The slot of the last token. It is unchecked, because it matters only if the prefix ends inside a page.
-    pub(super) last_loc: i64,
+    /// The slot after that of the last token; the padding slot, which has no owner, if there is none. It is unchecked,
+    /// because it matters only if the prefix ends inside a page.
+    pub(super) next_slot: u32,
 }
 
 impl ExtendedRequest {
     /// Returns the number of new slots.
     pub(super) const fn new_slots(&self) -> u32 {
         self.seq - self.prefix
-    }
-
-    /// Returns the slot after `last_loc`. If there is no such slot, returns the padding slot, which has no
-    /// owner.
-    pub(super) fn next_slot(&self) -> u32 {
-        let next = self.last_loc.checked_add(1).and_then(|next| i32::try_from(next).ok());
-        next.and_then(|next| u32::try_from(next).ok()).unwrap_or(PADDING)
     }
 
     /// Returns the number of new slots in the page in which the prefix ends.
@@ -136,20 +131,25 @@ pub(super) fn parse_requests(
     let mut requests = try_with_capacity(prefix_lens.len())?;
     for (position, (&prefix, &seq)) in prefix_lens.iter().zip(seq_lens).enumerate() {
         // A pool can never serve lengths beyond int32, and sums of such lengths would overflow.
-        let length = |value: i64| u32::try_from(value).ok().filter(|&value| i32::try_from(value).is_ok());
-        requests.push(match (length(prefix), length(seq)) {
-            (Some(prefix), Some(seq)) if prefix <= seq => ExtendedRequest {
-                prefix,
-                seq,
-                last_loc: last_loc.of(position),
-            },
-            _ => {
-                return Err(Error::argument(format!(
-                    "request {position} grows from {prefix} to {seq} tokens; needed is 0 <= prefix <= seq <= {}",
-                    i32::MAX
-                )));
-            }
-        });
+        let (Some(prefix), Some(seq)) = (number(prefix), number(seq).filter(|_| prefix <= seq)) else {
+            return Err(shrinking_error(position, prefix, seq));
+        };
+        let next_slot = last_loc.of(position).checked_add(1).and_then(number).unwrap_or(PADDING);
+        requests.push(ExtendedRequest { prefix, seq, next_slot });
     }
     Ok(requests)
+}
+
+/// Returns a number that int32 has and that is not negative.
+#[inline]
+fn number(value: i64) -> Option<u32> {
+    u32::try_from(value).ok().filter(|&value| value <= i32::MAX.cast_unsigned())
+}
+
+#[cold]
+fn shrinking_error(position: usize, prefix: i64, seq: i64) -> Error {
+    Error::argument(format!(
+        "request {position} grows from {prefix} to {seq} tokens; needed is 0 <= prefix <= seq <= {}",
+        i32::MAX
+    ))
 }

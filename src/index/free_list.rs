@@ -238,6 +238,7 @@ impl<I: Id> FreeList<I> {
 
     /// Returns whether `index` may be freed: it is in use and not fenced.
     #[must_use]
+    #[inline]
     pub fn is_live(&self, index: I) -> bool {
         self.records.is_live(index.number())
     }

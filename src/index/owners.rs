@@ -151,8 +151,9 @@ impl Owners {
     }
 
     /// Returns whether `page`, which is live, has an owner whose removal is not pending.
+    #[inline]
     pub(super) fn is_owned(&self, page: Page) -> bool {
-        self.extra(page) + 1 > self.pending(page)
+        self.pending.is_empty() || self.extra(page) + 1 > self.pending(page)
     }
 
     /// Returns the number of pages whose owners are all removed, but whose fences have not passed.

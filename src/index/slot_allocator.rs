@@ -315,7 +315,7 @@ impl SlotAllocator {
         let requests = parse_requests(prefix_lens, seq_lens, last_loc)?;
         let page_size = PageSize::new(self.page_size);
         let is_known = matches!(last_loc, LastLoc::Known(_));
-        let continued = if is_known { self.continued(&requests, page_size)? } else { Vec::new() };
+        let continued = if is_known { self.continued(&requests, page_size, last_loc)? } else { Vec::new() };
         // A sum that overflows exceeds the tokens or pages of any pool.
         let wanted = requests.iter().try_fold((0usize, 0usize), |(tokens, pages), request| {
             let tokens = tokens.checked_add(widen(request.new_slots()))?;
@@ -336,7 +336,7 @@ impl SlotAllocator {
             let open = request.open_slots(page_size);
             match open {
                 0 => (),
-                open if is_known => slots.push(Run { start: Slot::new(request.next_slot()), len: open }),
+                open if is_known => slots.push(Run { start: Slot::new(request.next_slot), len: open }),
                 open => slots.push_unknown(open),
             }
             let mut left = request.new_slots() - open;
@@ -352,23 +352,27 @@ impl SlotAllocator {
         Ok(Some(continued))
     }
 
-    /// Returns the pages that `requests` continue, each checked to be live and continued only once.
-    fn continued(&mut self, requests: &[ExtendedRequest], page_size: PageSize) -> Result<Vec<Page>> {
+    /// Returns the pages that `requests` continue behind `last_loc`, each checked to be live and continued only once.
+    fn continued(
+        &mut self,
+        requests: &[ExtendedRequest],
+        page_size: PageSize,
+        last_loc: LastLoc<'_>,
+    ) -> Result<Vec<Page>> {
         let mut marked = try_with_capacity(requests.len())?;
         let fault = requests.iter().enumerate().find_map(|(position, request)| {
             let offset = page_size.offset(request.prefix);
             if offset == 0 || request.new_slots() == 0 {
                 return None;
             }
-            let next = request.next_slot();
+            let next = request.next_slot;
             let page = Page::new(page_size.page(next));
             let is_right = page_size.offset(next) == offset
                 && self.is_owned(page)
-                && !self.named.contains(widen(page.number()));
+                && self.named.insert(widen(page.number()));
             if !is_right {
-                return Some(self.not_continued_error(position, request, page_size));
+                return Some(self.not_continued_error(position, request, page_size, last_loc.of(position)));
             }
-            self.named.insert(widen(page.number()));
             marked.push(page);
             None
         });
@@ -380,10 +384,16 @@ impl SlotAllocator {
 
     /// Returns why a request of a batch cannot continue the page behind its `last_loc`.
     #[cold]
-    fn not_continued_error(&self, position: usize, request: &ExtendedRequest, page_size: PageSize) -> Error {
-        let ExtendedRequest { prefix, last_loc: last, .. } = request;
-        let page = Page::new(page_size.page(request.next_slot()));
-        if page_size.offset(request.next_slot()) != page_size.offset(*prefix) {
+    fn not_continued_error(
+        &self,
+        position: usize,
+        request: &ExtendedRequest,
+        page_size: PageSize,
+        last: i64,
+    ) -> Error {
+        let ExtendedRequest { prefix, next_slot, .. } = request;
+        let page = Page::new(page_size.page(*next_slot));
+        if page_size.offset(*next_slot) != page_size.offset(*prefix) {
             let page_size = self.page_size;
             return Error::argument(format!(
                 "last_loc {last} of request {position} does not end a prefix of {prefix} with page_size {page_size}"
@@ -394,7 +404,7 @@ impl SlotAllocator {
         } else {
             format!("last_loc {last} of request {position} is in page {page}, which is not allocated")
         };
-        Error::new(ErrorKind::IndexOwnership, text).with_index(*last)
+        Error::new(ErrorKind::IndexOwnership, text).with_index(last)
     }
 
     /// Undoes an allocation that never reached its caller: frees the pages of `slots`, except the `continued`
@@ -501,6 +511,7 @@ impl SlotAllocator {
     }
 
     /// Returns whether `page` is live and has an owner whose removal is not pending.
+    #[inline]
     pub(super) fn is_owned(&self, page: Page) -> bool {
         self.pages.is_live(page) && self.owners.is_owned(page)
     }

@@ -88,6 +88,7 @@ impl Records {
     }
 
     /// Returns whether `index`, any number, is live.
+    #[inline]
     pub(super) fn is_live(&self, index: u32) -> bool {
         let at = widen(index / 64);
         self.space.contains(&index) && {
