@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::{Page, Result, try_extend, try_reserve, try_with_capacity};
+use crate::base::{Page, Result, prefetch, try_extend, try_reserve, try_with_capacity};
 
 /// Pages in order: first whole runs in memory that is shared with a cache, then pages in memory of its own.
 ///
@@ -149,6 +149,14 @@ impl PageList {
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has none.
     pub fn try_reserve(&mut self, count: usize) -> Result<()> {
         try_reserve(&mut self.tail, count)
+    }
+
+    /// Prefetches the place of the next page.
+    #[inline]
+    pub(super) fn prefetch_end(&self) {
+        if let Some(last) = self.tail.last() {
+            prefetch(last);
+        }
     }
 
     /// Creates a list of the first `len` pages, with capacity for `extra` more. Runs stay shared.

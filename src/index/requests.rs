@@ -501,6 +501,7 @@ impl Requests {
                 &mut self.request_mut(growth.row).pages
             };
             pages.try_reserve(widen(growth.new_pages))?;
+            pages.prefetch_end();
             needed += widen(growth.new_pages);
         }
         let mut taken = NewPages::new(needed)?;

@@ -33,7 +33,9 @@ impl PlanMetadata {
         let begins = self.small_fields.qo_indptr.iter().zip(&self.small_fields.kv_indptr);
         let has_lines = self.layout.has(Field::BlockTable);
         let mut lacks_earlier = false;
-        for ((batch_index, &growth), (&qo_begin, &kv_begin)) in growths.iter().enumerate().zip(begins) {
+        for (((batch_index, &growth), (&qo_begin, &kv_begin)), new_slots) in
+            growths.iter().enumerate().zip(begins).zip(self.small_fields.new_slots_of_each())
+        {
             let Growth { row, prefix, seq, mut start, .. } = growth;
             if sent > self.max_pages && start < prefix {
                 // Too many cached slots for one launch.
@@ -58,7 +60,12 @@ impl PlanMetadata {
                 block_from: int32(block_from),
                 block_until: int32(block_until),
             });
-            put_pages(&mut pages, grown.pages(row), sent_pages(Growth { start, ..growth }, size));
+            let range = sent_pages(Growth { start, ..growth }, size);
+            match new_slots.last() {
+                // As in most decode steps: the only page is that of the new slots.
+                Some(slot) if range.len() == 1 => pages.push(size.page(slot.cast_unsigned()).cast_signed()),
+                _ => put_pages(&mut pages, grown.pages(row), range),
+            }
         }
         for batch_index in growths.len()..padded_size {
             requests.push(PlanRequest {
@@ -134,10 +141,6 @@ impl PlanMetadata {
 /// Appends some of the pages of a request.
 #[inline]
 fn put_pages(to: &mut Vec<i32>, pages: &PageList, range: Range<usize>) {
-    // As in most decode steps.
-    if range.len() == 1 {
-        return to.push(pages.get(range.start).number().cast_signed());
-    }
     for run in pages.runs(range) {
         to.extend(run.iter().map(|page| page.number().cast_signed()));
     }
