@@ -251,13 +251,15 @@ class Block(torch.nn.Module):
 def taken_from_the_driver() -> tuple[int, int]:
     """How a new allocation shows.
 
-    Bytes that the device has left, and PyTorch's allocations; where other processes use the device, too, the
-    bytes that PyTorch has taken.
+    Bytes that the device has left, unless other processes use it, too, and PyTorch's allocations or, without
+    the driver made of software, the bytes that PyTorch has taken beside those of memory pools.
     """
     if is_preloaded():
         return torch.cuda.mem_get_info(0)[0], Driver().calls("cudaMalloc")
     is_shared = "PYTEST_XDIST_WORKER" in os.environ
-    return 0 if is_shared else torch.cuda.mem_get_info(0)[0], torch.cuda.memory_reserved(0)
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    taken = sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == (0, 0))
+    return 0 if is_shared else torch.cuda.mem_get_info(0)[0], taken
 
 
 @cuda_only
