@@ -13,9 +13,9 @@
 //! can be found.
 //!
 //! *Invariant.* Every node except the root has one slot for full attention for each token, and either one
-//! window slot for each token or none. A node is in the list of a part exactly if it has a value of that
-//! part. Leaves without locks are queued by their rank in the eviction order.
-//! [`HybridTree::broken_invariant`] checks all of them.
+//! window slot for each token or none. A node is in the list of windows or of states exactly if it has one.
+//! Leaves without locks are queued by their rank in the eviction order. [`HybridTree::broken_invariant`]
+//! checks all of them.
 //!
 //! *Cost.* Finding and inserting cost one comparison of the tokens, and one look-up for each node. Evicting
 //! costs the evicted values, and a logarithm of the number of leaves. Locking costs the nodes on the path.
@@ -41,9 +41,8 @@ use crate::base::{EngineSlot, Id, Result};
 
 use crate::cache::Edges;
 use crate::cache::NodeArena;
-use crate::cache::{NodeHandle, NodeId};
+use crate::cache::{NodeHandle, NodeId, RecencyList};
 use fingerprints::Fingerprints;
-use lists::{List, ListLink};
 use namespaces::{NamespaceId, Namespaces};
 use order::{EvictionRank, Queue};
 use slot_owners::SlotOwners;
@@ -212,8 +211,6 @@ struct Node {
     locks: [u32; 3],
     /// The boundary of the window locks that end at this node.
     boundary: Option<Boundary>,
-    /// The links in the lists of windows and states.
-    links: [ListLink; 2],
     used: UseTime,
     created: UseTime,
     hits: u32,
@@ -237,7 +234,6 @@ impl Node {
             values: Default::default(),
             locks: [0; 3],
             boundary: None,
-            links: [ListLink::default(); 2],
             used: UseTime::default(),
             created: UseTime::default(),
             hits: 0,
@@ -302,8 +298,9 @@ pub struct HybridTree {
     fingerprints: Fingerprints,
     now: u64,
     sizes: [Sizes; 3],
-    /// The lists of nodes with window slots and with states, the most recently used first.
-    lists: [List; 2],
+    /// The nodes with a value of each part, in the order of their last use. That of full attention is empty:
+    /// its nodes are queued instead.
+    lists: [RecencyList<NodeId>; 3],
     queue: Queue,
     evictions: evict::Evictions,
     insertion: Option<insert::PendingInsertion>,
@@ -331,7 +328,7 @@ impl HybridTree {
             fingerprints: Fingerprints::new(&seed),
             now: 0,
             sizes: [Sizes::default(); 3],
-            lists: [List::default(), List::default()],
+            lists: Default::default(),
             queue: Queue::default(),
             evictions: evict::Evictions::default(),
             insertion: None,
@@ -353,7 +350,7 @@ impl HybridTree {
         self.edges.clear();
         self.namespaces.clear();
         self.sizes = [Sizes::default(); 3];
-        self.lists = [List::default(), List::default()];
+        self.lists = Default::default();
         self.queue = Queue::default();
         self.evictions = evict::Evictions::default();
         self.insertion = None;
@@ -495,7 +492,7 @@ impl HybridTree {
         self.link(id);
         for part in [Part::Window, Part::State] {
             if self.node(front).has(part) {
-                self.list_after(part, id, front);
+                self.list_mut(part).insert_older_than(front, Some(id));
             }
         }
         let now = self.tick();
@@ -578,7 +575,7 @@ impl HybridTree {
         let sizes = &mut self.sizes[part.index()];
         *(if is_locked { &mut sizes.locked } else { &mut sizes.evictable }) += len;
         if part != Part::Full {
-            self.list_first(part, id);
+            self.list_mut(part).push(id);
         }
     }
 

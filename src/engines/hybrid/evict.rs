@@ -79,7 +79,7 @@ impl HybridTree {
         let next = match part {
             Part::Full => None,
             Part::Window | Part::State => {
-                self.unlocked_from(part, self.list(part).last).map(|id| self.handle(id))
+                self.unlocked_from(part, self.list(part).oldest()).map(|id| self.handle(id))
             }
         };
         self.evictions.0[part.index()] = Some(Eviction { wanted, next, proposed: Vec::new() });
@@ -126,15 +126,15 @@ impl HybridTree {
         let eviction = self.evictions.0[part.index()].as_ref()?;
         let (wanted, next) = (eviction.wanted, eviction.next);
         let Some(next) = next else { return Some(Victim::Nothing) };
-        let is_evictable = |&id: &NodeId| self.is_listed(part, id) && self.node(id).locks[part.index()] == 0;
+        let is_evictable = |&id: &NodeId| self.node(id).has(part) && self.node(id).locks[part.index()] == 0;
         // A call in between may have removed or locked the node. Then the eviction starts over.
         let at =
-            self.at(next).filter(is_evictable).or_else(|| self.unlocked_from(part, self.list(part).last));
+            self.at(next).filter(is_evictable).or_else(|| self.unlocked_from(part, self.list(part).oldest()));
         let Some(id) = at.filter(|_| evicted < wanted) else {
             self.set_next(part, at);
             return Some(Victim::Nothing);
         };
-        let after = self.unlocked_from(part, self.later(part, id));
+        let after = self.unlocked_from(part, self.list(part).newer(id));
         self.set_next(part, after);
         if self.is_leaf(id) {
             return Some(Victim::Leaf(self.handle(id)));
@@ -211,7 +211,7 @@ impl HybridTree {
             Part::State => append(&mut frees.state, value),
         }
         if part != Part::Full {
-            self.unlist(part, id);
+            self.list_mut(part).remove(id);
         }
     }
 

@@ -125,7 +125,7 @@ impl HybridTree {
         let (best, len) = best;
         self.refresh_window(best);
         if self.config.state.is_some() && best != ROOT && self.node(best).has(Part::State) {
-            self.refresh(Part::State, best);
+            self.list_mut(Part::State).touch(best);
         }
         self.touch_path(best);
         let branch = |grid: usize| Some(full_len / grid * grid).filter(|&branch| branch > len);

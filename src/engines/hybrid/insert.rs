@@ -443,7 +443,7 @@ impl HybridTree {
             let had_state = self.node(target).has(Part::State);
             walk.result.had_state = had_state;
             if had_state {
-                self.refresh(Part::State, target);
+                self.list_mut(Part::State).touch(target);
             } else {
                 self.attach(target, Part::State, std::mem::take(&mut walk.insert.state));
                 if state.max_per_path.is_some() {

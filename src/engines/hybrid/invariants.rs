@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 
-use super::lists::List;
 use super::namespaces::NamespaceId;
 use super::{HybridTree, NodeId, Part, ROOT, Sizes};
 use crate::base::{Id, widen};
@@ -61,17 +60,13 @@ impl HybridTree {
         (node.queued != rank).then(|| format!("is queued as {:?}", node.queued))
     }
 
-    /// Checks that the locks of the parts of a node, and its places in their lists, fit its values.
+    /// Checks that a node has no more locks of a part than of full attention.
     fn broken_parts(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let full_locks = node.locks[Part::Full.index()];
         Part::ALL.into_iter().find_map(|part| {
             let locks = node.locks[part.index()];
-            if locks > full_locks {
-                return Some(format!("has {locks} locks of {part:?}, {full_locks} in full"));
-            }
-            (part != Part::Full && node.has(part) != self.is_listed(part, id))
-                .then(|| format!("has a {part:?}: {}; in its list: not", node.has(part)))
+            (locks > full_locks).then(|| format!("has {locks} locks of {part:?}, {full_locks} in full"))
         })
     }
 
@@ -103,14 +98,15 @@ impl HybridTree {
             .then(|| format!("namespaces of the children of the root are {found:?}, counted {counted:?}"))
     }
 
-    /// Checks that a list has the same nodes in both directions.
+    /// Checks that a list has the nodes with a value, the same in both directions.
     fn broken_list(&self, part: Part) -> Option<String> {
-        let List { last, len, .. } = *self.list(part);
-        let forth: Vec<_> = self.listed(part);
-        let mut back: Vec<_> = std::iter::successors(last, |&id| self.later(part, id)).collect();
+        let forth = self.listed(part);
+        let mut back: Vec<_> = self.list(part).iter_oldest().collect();
         back.reverse();
         let is_equal = back.iter().map(|&id| self.handle(id)).eq(forth.iter().copied());
-        (forth.len() != len || !is_equal)
+        let len = self.runs().filter(|&id| self.node(id).has(part)).count();
+        let are_values = back.len() == len && back.iter().all(|&id| self.node(id).has(part));
+        (!are_values || !is_equal)
             .then(|| format!("the list of {part:?} is broken: {} of {len} nodes", forth.len()))
     }
 

@@ -256,7 +256,7 @@ impl HybridTree {
             locks: here.locks,
             hits: here.hits,
             is_leaf: self.is_leaf(id),
-            listed: Part::ALL.map(|part| part != Part::Full && self.is_listed(part, id)),
+            listed: Part::ALL.map(|part| part != Part::Full && here.has(part)),
         })
     }
 
@@ -279,8 +279,8 @@ impl HybridTree {
     /// Returns the nodes with a value of a part, the most recently used first.
     #[must_use]
     pub fn listed(&self, part: Part) -> Vec<NodeHandle> {
-        let first = self.list(part).first;
-        std::iter::successors(first, |&id| self.earlier(part, id)).map(|id| self.handle(id)).collect()
+        let list = self.list(part);
+        std::iter::successors(list.newest(), |&id| list.older(id)).map(|id| self.handle(id)).collect()
     }
 
     /// Returns all values of a part.
