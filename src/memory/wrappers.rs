@@ -10,6 +10,27 @@ use crate::base::{Device, Error, ErrorKind, Result};
 
 use super::{Backend, Block, Contents, Gpu, RegionRange, StreamSet};
 
+/// The calls that a wrapper only forwards.
+macro_rules! forward {
+    () => {
+        fn device(&self) -> Device {
+            self.inner.device()
+        }
+
+        fn gpu(&self) -> Option<&Arc<Gpu>> {
+            self.inner.gpu()
+        }
+
+        fn is_device_accessible(&self) -> bool {
+            self.inner.is_device_accessible()
+        }
+
+        fn page_lock(&self, gpu: &Arc<Gpu>, bytes: RegionRange<'_>) -> Result<()> {
+            self.inner.page_lock(gpu, bytes)
+        }
+    };
+}
+
 /// Limits the bytes that are allocated at a time.
 ///
 /// ```
@@ -38,21 +59,7 @@ impl LimitedBackend {
 
 // SAFETY: its blocks are those of the backend within it.
 unsafe impl Backend for LimitedBackend {
-    fn device(&self) -> Device {
-        self.inner.device()
-    }
-
-    fn gpu(&self) -> Option<&Arc<Gpu>> {
-        self.inner.gpu()
-    }
-
-    fn is_device_accessible(&self) -> bool {
-        self.inner.is_device_accessible()
-    }
-
-    fn page_lock(&self, gpu: &Arc<Gpu>, bytes: RegionRange<'_>) -> Result<()> {
-        self.inner.page_lock(gpu, bytes)
-    }
+    forward!();
 
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
         let reserve = |used: usize| used.checked_add(bytes).filter(|&sum| sum <= self.capacity);
@@ -108,21 +115,7 @@ impl FailingBackend {
 
 // SAFETY: its blocks are those of the backend within it.
 unsafe impl Backend for FailingBackend {
-    fn device(&self) -> Device {
-        self.inner.device()
-    }
-
-    fn gpu(&self) -> Option<&Arc<Gpu>> {
-        self.inner.gpu()
-    }
-
-    fn is_device_accessible(&self) -> bool {
-        self.inner.is_device_accessible()
-    }
-
-    fn page_lock(&self, gpu: &Arc<Gpu>, bytes: RegionRange<'_>) -> Result<()> {
-        self.inner.page_lock(gpu, bytes)
-    }
+    forward!();
 
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
         // After the failure the counter wraps to the largest number, which is never counted down to 0.
@@ -194,21 +187,7 @@ impl CountingBackend {
 
 // SAFETY: its blocks are those of the backend within it.
 unsafe impl Backend for CountingBackend {
-    fn device(&self) -> Device {
-        self.inner.device()
-    }
-
-    fn gpu(&self) -> Option<&Arc<Gpu>> {
-        self.inner.gpu()
-    }
-
-    fn is_device_accessible(&self) -> bool {
-        self.inner.is_device_accessible()
-    }
-
-    fn page_lock(&self, gpu: &Arc<Gpu>, bytes: RegionRange<'_>) -> Result<()> {
-        self.inner.page_lock(gpu, bytes)
-    }
+    forward!();
 
     fn allocate(&self, bytes: usize, contents: Contents) -> Result<Block> {
         let block = self.inner.allocate(bytes, contents)?;
