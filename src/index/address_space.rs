@@ -1,8 +1,8 @@
-//! An allocator of byte ranges in one address space. Each range is freed by itself.
+//! An allocator of byte ranges in one address space. Each range is freed by itself, or all of them at once.
 //!
-//! It manages offsets, not memory. Use it for memory that others own. For memory that is freed as a whole,
-//! use [`Arena`](super::Arena).
+//! It manages offsets, not memory.
 
+use std::iter::once;
 use std::ops::Range;
 
 use crate::base::bounded::signed;
@@ -33,7 +33,9 @@ pub struct AddressSpace {
     capacity: usize,
     /// The alignment, a power of two. Lengths are rounded up to a multiple of it.
     alignment: usize,
-    /// The free ranges. Their lengths and `used` add up to `capacity`.
+    /// The end of the last range: every taken byte is below it.
+    end: usize,
+    /// The free ranges before `end`, none of which touches it. Their lengths and `used` add up to `end`.
     gaps: Gaps,
     used: usize,
     high_water: usize,
@@ -50,8 +52,9 @@ impl AddressSpace {
         if !alignment.is_power_of_two() {
             return Err(Error::config(format!("alignment is {alignment}; it must be a power of two")));
         }
+        let gaps = Gaps::default();
         let mut space =
-            Self { capacity: 0, alignment, gaps: Gaps::default(), used: 0, high_water: 0, dropped_frees: 0 };
+            Self { capacity: 0, alignment, end: 0, gaps, used: 0, high_water: 0, dropped_frees: 0 };
         space.grow(capacity)?;
         Ok(space)
     }
@@ -89,7 +92,7 @@ impl AddressSpace {
     /// Returns the length of the longest free range in bytes.
     #[must_use]
     pub fn longest(&self) -> usize {
-        self.gaps.longest()
+        self.gaps.longest().max(self.capacity - self.end)
     }
 
     /// Rounds `bytes` up to the alignment. Returns `None` if the result does not fit an address.
@@ -101,9 +104,36 @@ impl AddressSpace {
     /// Takes a range of `bytes`, rounded up to the alignment and at least one alignment long. Returns `None`
     /// if no free range is long enough.
     pub fn take(&mut self, bytes: usize) -> Option<Range<usize>> {
-        let taken = self.gaps.cut(self.rounded(bytes.max(1))?, 1)?;
-        self.count_taken(taken.len());
+        let bytes = self.rounded(bytes.max(1))?;
+        let taken = self.gaps.cut(bytes, 1).or_else(|| self.cut_end(bytes))?;
+        self.count_taken(bytes);
         Some(taken)
+    }
+
+    /// Takes a range as [`AddressSpace::take`] does, but after the last one if it fits there, which costs one
+    /// step.
+    ///
+    /// ```
+    /// use kvpool::index::AddressSpace;
+    /// let mut space = AddressSpace::new(1024, 256).unwrap();
+    /// space.take(512);
+    /// space.give_back(0..256).unwrap();
+    /// assert_eq!(space.take_last(300), Some(512..1024));
+    /// assert_eq!(space.take_last(100), Some(0..256));
+    /// ```
+    pub fn take_last(&mut self, bytes: usize) -> Option<Range<usize>> {
+        let bytes = self.rounded(bytes.max(1))?;
+        let taken = self.cut_end(bytes).or_else(|| self.gaps.cut(bytes, 1))?;
+        self.count_taken(bytes);
+        Some(taken)
+    }
+
+    /// Cuts `bytes` from the free bytes after the last range.
+    fn cut_end(&mut self, bytes: usize) -> Option<Range<usize>> {
+        (bytes <= self.capacity - self.end).then(|| {
+            self.end += bytes;
+            self.end - bytes..self.end
+        })
     }
 
     /// Takes `count` ranges of `bytes`, rounded as in [`AddressSpace::take`], and returns where they begin,
@@ -113,15 +143,15 @@ impl AddressSpace {
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no room for the
     /// list; nothing is taken then.
     pub fn take_many(&mut self, bytes: usize, count: usize) -> Result<Option<Vec<usize>>> {
-        let Some(bytes) =
-            self.rounded(bytes.max(1)).filter(|&bytes| self.gaps.fitting(bytes, count) == count)
-        else {
+        let fitting = |bytes: usize| self.gaps.fitting(bytes, count) + (self.capacity - self.end) / bytes;
+        let Some(bytes) = self.rounded(bytes.max(1)).filter(|&bytes| fitting(bytes) >= count) else {
             return Ok(None);
         };
         let mut starts = try_with_capacity(count)?;
         while starts.len() < count {
-            let taken =
-                self.gaps.cut(bytes, count - starts.len()).expect("as many pieces as this were found to fit");
+            let left = count - starts.len();
+            let taken = self.gaps.cut(bytes, left).or_else(|| self.cut_end(left * bytes));
+            let taken = taken.expect("as many pieces as this were found to fit");
             self.count_taken(taken.len());
             starts.extend(taken.step_by(bytes));
         }
@@ -140,8 +170,19 @@ impl AddressSpace {
     pub fn give_back(&mut self, range: Range<usize>) -> std::result::Result<(), BadFree> {
         self.check(&range)?;
         self.used -= range.len();
-        self.gaps.add(range);
+        if range.end == self.end {
+            self.end = self.gaps.pop(range.start).unwrap_or(range.start);
+        } else {
+            self.gaps.add(range);
+        }
         Ok(())
+    }
+
+    /// Frees everything.
+    pub fn reset(&mut self) {
+        self.end = 0;
+        self.gaps.clear();
+        self.used = 0;
     }
 
     /// Reports which of several ranges, each of `bytes` bytes, could not be freed one after the other. Frees
@@ -155,7 +196,7 @@ impl AddressSpace {
             let range = start..start.saturating_add(bytes);
             let listed = || if freed.overlap(&range) { Err(BadFree::AlreadyFree) } else { Ok(()) };
             match self.check(&range).and_then(|()| listed()) {
-                Ok(()) => drop(freed.add(range)),
+                Ok(()) => freed.add(range),
                 Err(reason) => bad.add(signed(start), reason, 1),
             }
         }
@@ -167,7 +208,7 @@ impl AddressSpace {
         if range.is_empty() || range.end > self.capacity {
             return Err(BadFree::OutOfRange);
         }
-        if self.gaps.overlap(range) {
+        if range.end > self.end || self.gaps.overlap(range) {
             return Err(BadFree::AlreadyFree);
         }
         Ok(())
@@ -203,20 +244,40 @@ impl AddressSpace {
                 self.capacity
             )));
         };
-        if bytes > 0 {
-            self.gaps.add(self.capacity..end);
-        }
         self.capacity = end;
         Ok(())
+    }
+
+    /// Returns all bytes in order, as ranges that are taken (`true`) or free (`false`).
+    ///
+    /// ```
+    /// use kvpool::index::AddressSpace;
+    /// let mut space = AddressSpace::new(1024, 256).unwrap();
+    /// space.take_many(256, 3).unwrap();
+    /// space.give_back(0..512).unwrap();
+    /// assert_eq!(space.pieces(), [(0..512, false), (512..768, true), (768..1024, false)]);
+    /// ```
+    #[must_use]
+    pub fn pieces(&self) -> Vec<(Range<usize>, bool)> {
+        let mut pieces = Vec::new();
+        let mut at = 0;
+        for free in self.gaps.iter().cloned().chain(once(self.end..self.capacity)) {
+            pieces.extend([(at..free.start, true), (free.clone(), false)]);
+            at = free.end;
+        }
+        pieces.retain(|(range, _)| !range.is_empty());
+        pieces
     }
 
     /// Describes a broken invariant, if there is one.
     #[must_use]
     pub fn broken_invariant(&self) -> Option<String> {
         let free: usize = self.gaps.iter().map(Range::len).sum();
+        let (used, end) = (self.used, self.end);
+        let is_end_taken = self.gaps.iter().last().is_none_or(|gap| gap.end < end);
         self.gaps.broken_invariant().or_else(|| {
-            (free + self.used != self.capacity)
-                .then(|| format!("{free} free and {} taken bytes are not {}", self.used, self.capacity))
+            (free + used != end || end > self.capacity || !is_end_taken)
+                .then(|| format!("{free} free and {used} taken bytes are not those before {end}"))
         })
     }
 }

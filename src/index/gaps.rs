@@ -91,8 +91,7 @@ impl Gaps {
     }
 
     /// Adds a range that is not empty and overlaps no other. It is joined with the ranges that it touches.
-    /// Returns the joined range.
-    pub(super) fn add(&mut self, range: Range<usize>) -> Range<usize> {
+    pub(super) fn add(&mut self, range: Range<usize>) {
         let (mut at, mut position) = self.position_from(range.start);
         let before = self
             .before(at, position)
@@ -112,16 +111,16 @@ impl Gaps {
             (at, position) = self.insert(at, position, whole.clone());
         }
         let group = &mut self.groups[at];
-        group.ranges[position] = whole.clone();
         group.longest = group.longest.max(whole.len());
-        whole
+        group.ranges[position] = whole;
     }
 
-    /// Removes the last range.
-    pub(super) fn pop(&mut self) {
-        if let Some(at) = self.groups.len().checked_sub(1) {
-            self.remove(at, self.groups[at].ranges.len() - 1);
-        }
+    /// Removes the last range, if it ends at `end`, and returns where it begins.
+    pub(super) fn pop(&mut self, end: usize) -> Option<usize> {
+        let at = self.groups.len().checked_sub(1)?;
+        let last = self.groups[at].ranges.last().filter(|last| last.end == end)?.start;
+        self.remove(at, self.groups[at].ranges.len() - 1);
+        Some(last)
     }
 
     /// Removes all ranges.

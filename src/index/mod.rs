@@ -11,8 +11,7 @@
 //! | tokens and pages of each request | [`Requests`], [`PageList`] |
 //! | single indices with a reference count | [`RefCounts`] |
 //! | buffers by size class | [`Buckets`] |
-//! | byte ranges that are all freed at once | [`Arena`] |
-//! | byte ranges of memory that others own | [`AddressSpace`] |
+//! | byte ranges of memory | [`AddressSpace`] |
 //! | a free list or a set of integers to build on | [`FreeList`], [`Bitmap`] |
 //!
 //! [`Ledgered`] adds a ledger of holders to most of them, for debugging.
@@ -20,7 +19,6 @@
 #![forbid(unsafe_code)]
 
 mod address_space;
-mod arena;
 mod bad_frees;
 mod bitmap;
 mod buckets;
@@ -43,7 +41,6 @@ mod slot_allocator;
 mod slot_list;
 
 pub use address_space::AddressSpace;
-pub use arena::Arena;
 pub use bad_frees::{BadFree, BadFrees, OnBadFree, on_bad_frees};
 pub use bitmap::Bitmap;
 pub use buckets::{Bucket, Buckets, Reuse, Rounding};

@@ -10,7 +10,7 @@ use std::thread::{self, ThreadId};
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::sync::lock;
 use crate::base::{DType, Device, Dims, Discarded, Error, ErrorKind, Result};
-use crate::index::{Arena, IndexState};
+use crate::index::{AddressSpace, IndexState};
 use crate::memory::{ALIGNMENT, Backend, Contents, Gpu, Region, RegionWriter, Stream};
 use crate::tensor::TensorView;
 
@@ -73,7 +73,7 @@ struct SharedArena {
 
 #[derive(Debug)]
 struct ArenaState {
-    arena: Arena,
+    arena: AddressSpace,
     owner: Option<ThreadId>,
     /// Nesting depth of `enter`.
     entered: usize,
@@ -154,24 +154,25 @@ impl SharedArena {
 
     /// Cuts `bytes` from the arena for work on `stream`.
     fn take(&self, state: &mut ArenaState, bytes: usize, stream: Stream) -> Result<Range<usize>> {
-        let Some(range) = state.arena.take(bytes) else {
+        let Some(range) = state.arena.take_last(bytes) else {
+            let largest = state.arena.longest() / ALIGNMENT * ALIGNMENT;
             return Err(Error::new(
                 ErrorKind::WorkspaceExhausted,
                 format!(
                     "{bytes} bytes asked for, {} left in one piece in the workspace arena on {} ({} of {} bytes in use)",
-                    state.arena.largest(),
+                    largest,
                     self.region.device(),
                     state.arena.used(),
                     state.arena.capacity()
                 ),
             )
             .with_asked(bytes)
-            .with_available(state.arena.largest()));
+            .with_available(largest));
         };
         if let Some(gpu) = self.region.gpu()
             && let Err(failure) = state.order.take(gpu, stream)
         {
-            state.arena.give_back(range);
+            state.give_back(range);
             return Err(failure);
         }
         self.region.record_stream(stream);
@@ -202,6 +203,11 @@ impl ArenaState {
         }
     }
 
+    /// Frees a range that was taken and was not freed since.
+    fn give_back(&mut self, range: Range<usize>) {
+        self.arena.give_back(range).expect("the range is taken");
+    }
+
     /// Gives up ownership, if no memory is in use.
     fn release_ownership(&mut self) {
         if self.entered == 0 && self.arena.used() == 0 {
@@ -222,7 +228,7 @@ impl Workspace {
         let writer = RegionWriter::new(region);
         let region = Arc::clone(writer.region());
         let state = ArenaState {
-            arena: Arena::new(arena_bytes, ALIGNMENT),
+            arena: AddressSpace::new(arena_bytes, ALIGNMENT)?,
             owner: None,
             entered: 0,
             segments: 0,
@@ -265,7 +271,7 @@ impl Workspace {
         })
     }
 
-    /// Returns the taken and free pieces of the arena in order, as [`Arena::pieces`]; empty after it is
+    /// Returns the taken and free pieces of the arena in order, as [`AddressSpace::pieces`]; empty after it is
     /// closed.
     #[must_use]
     pub fn pieces(&self) -> Vec<(Range<usize>, bool)> {
@@ -307,7 +313,7 @@ impl Workspace {
         self.with(|shared, state| {
             let range = shared.take(state, bytes, stream)?;
             if let Err(failure) = shared.fill(state, range.start..range.start + bytes, 0, stream) {
-                state.arena.give_back(range);
+                state.give_back(range);
                 return Err(failure);
             }
             TensorView::contiguous_with_dims(Arc::clone(&shared.region), range.start, dtype, shape)
@@ -485,7 +491,7 @@ pub fn take_segment(bytes: usize, device: Device, stream: Result<Stream>) -> Opt
 pub fn give_back_segment(address: usize) {
     let Some((shared, range)) = segments().remove(&address) else { return };
     let mut state = shared.state();
-    state.arena.give_back(range);
+    state.give_back(range);
     state.segments -= 1;
     if state.arena.used() == 0 {
         state.order.give_all_back();
