@@ -33,141 +33,6 @@ impl BatchPlan {
     }
 }
 
-#[pymethods]
-impl BatchPlan {
-    /// Slots of the new tokens, `[T]`, one request after the other; 0 for padding (SGLang's name).
-    #[getter]
-    fn out_cache_loc(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.tensor(py, Field::OutCacheLoc)
-    }
-
-    /// Positions of the new tokens in their requests, `[T]`.
-    #[getter]
-    fn positions(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.tensor(py, Field::Positions)
-    }
-
-    /// Slots of the new tokens, int64 `[T]`; -1 for padding, which vLLM's kernels skip.
-    #[getter]
-    fn slot_mapping(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.tensor(py, Field::SlotMapping)
-    }
-
-    /// Rows of the request table, `[B]`; 0 for padding.
-    #[getter]
-    fn req_pool_indices(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.tensor(py, Field::ReqPoolIndices)
-    }
-
-    /// Tokens of each request, including the new ones, `[B]`.
-    #[getter]
-    fn seq_lens(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.tensor(py, Field::SeqLens)
-    }
-
-    /// The same tensor as `seq_lens`, by FlashAttention's name (`flash_attn_with_kvcache`).
-    #[getter]
-    fn cache_seqlens(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.tensor(py, Field::SeqLens)
-    }
-
-    /// Offsets of the new tokens of each request, ending with their total, `[B + 1]` (FlashInfer).
-    #[getter]
-    fn qo_indptr(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.tensor(py, Field::QoIndptr)
-    }
-
-    /// The same tensor as `qo_indptr`, by FlashAttention's name (`flash_attn_varlen_func`).
-    #[getter]
-    fn cu_seqlens_q(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.tensor(py, Field::QoIndptr)
-    }
-
-    /// Offsets of the pages of each request in `kv_indices`, ending with their total, `[B + 1]` (FlashInfer).
-    #[getter]
-    fn kv_indptr(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.tensor(py, Field::KvIndptr)
-    }
-
-    /// The pages of all requests, one request after the other, `[kv_indptr[-1]]` (FlashInfer). With pages of
-    /// one slot these are the slots. `None` if the planner does not build it.
-    #[getter]
-    fn kv_indices(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.tensor(py, Field::KvIndices)
-    }
-
-    /// Tokens in the last page of each request, `[B]`, 1 to `page_size` (FlashInfer); 0 for a request without
-    /// tokens.
-    #[getter]
-    fn kv_last_page_len(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.tensor(py, Field::KvLastPageLen)
-    }
-
-    /// The pages of each request, padded with zeros, `[B, ceil(max_context_len / page_size)]` (FlashAttention
-    /// and vLLM). `None` if the planner does not build it.
-    #[getter]
-    fn block_table(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        self.tensor(py, Field::BlockTable)
-    }
-
-    /// The arrays of this plan in host memory.
-    #[getter]
-    fn host(&self, py: Python<'_>) -> HostPlan {
-        HostPlan { planner: self.planner.clone_ref(py), plan: self.plan }
-    }
-
-    /// Number of requests, without padding.
-    #[getter]
-    fn batch_size(&self) -> usize {
-        self.plan.batch_size
-    }
-
-    /// Number of requests, including padding: `B`.
-    #[getter]
-    fn padded_batch_size(&self) -> usize {
-        self.plan.padded_batch_size
-    }
-
-    /// Number of new tokens, without padding.
-    #[getter]
-    fn num_tokens(&self) -> usize {
-        self.plan.num_tokens
-    }
-
-    /// Number of new tokens, including padding: `T`.
-    #[getter]
-    fn padded_num_tokens(&self) -> usize {
-        self.plan.padded_num_tokens
-    }
-
-    /// Largest number of new tokens of a request (FlashAttention's name).
-    #[getter]
-    fn max_seqlen_q(&self) -> usize {
-        self.plan.max_seqlen_q
-    }
-
-    /// Largest number of tokens of a request (FlashAttention's name).
-    #[getter]
-    fn max_seqlen_k(&self) -> usize {
-        self.plan.max_seqlen_k
-    }
-
-    fn __repr__(&self) -> String {
-        format!(
-            "BatchPlan(batch_size={}, num_tokens={}, max_seqlen_q={}, max_seqlen_k={}, padded_batch_size={})",
-            self.plan.batch_size,
-            self.plan.num_tokens,
-            self.plan.max_seqlen_q,
-            self.plan.max_seqlen_k,
-            self.plan.padded_batch_size
-        )
-    }
-
-    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.planner)
-    }
-}
-
 /// The arrays of a `BatchPlan` in host memory: read-only NumPy arrays over the planner's memory, which the
 /// next plan overwrites.
 ///
@@ -193,9 +58,77 @@ impl HostPlan {
     }
 }
 
-/// A getter for each array.
-macro_rules! arrays {
-    ($($name:ident: $field:ident,)*) => {
+/// The methods of both classes, with a getter for each array.
+macro_rules! plan_methods {
+    ($($(#[doc = $doc:tt])+ $name:ident: $field:ident,)*) => {
+        #[pymethods]
+        impl BatchPlan {
+            $(
+                $(#[doc = $doc])+
+                #[getter]
+                fn $name(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+                    self.tensor(py, Field::$field)
+                }
+            )*
+
+            /// The arrays of this plan in host memory.
+            #[getter]
+            fn host(&self, py: Python<'_>) -> HostPlan {
+                HostPlan { planner: self.planner.clone_ref(py), plan: self.plan }
+            }
+
+            /// Number of requests, without padding.
+            #[getter]
+            fn batch_size(&self) -> usize {
+                self.plan.batch_size
+            }
+
+            /// Number of requests, including padding: `B`.
+            #[getter]
+            fn padded_batch_size(&self) -> usize {
+                self.plan.padded_batch_size
+            }
+
+            /// Number of new tokens, without padding.
+            #[getter]
+            fn num_tokens(&self) -> usize {
+                self.plan.num_tokens
+            }
+
+            /// Number of new tokens, including padding: `T`.
+            #[getter]
+            fn padded_num_tokens(&self) -> usize {
+                self.plan.padded_num_tokens
+            }
+
+            /// Largest number of new tokens of a request (FlashAttention's name).
+            #[getter]
+            fn max_seqlen_q(&self) -> usize {
+                self.plan.max_seqlen_q
+            }
+
+            /// Largest number of tokens of a request (FlashAttention's name).
+            #[getter]
+            fn max_seqlen_k(&self) -> usize {
+                self.plan.max_seqlen_k
+            }
+
+            fn __repr__(&self) -> String {
+                format!(
+                    "BatchPlan(batch_size={}, num_tokens={}, max_seqlen_q={}, max_seqlen_k={}, padded_batch_size={})",
+                    self.plan.batch_size,
+                    self.plan.num_tokens,
+                    self.plan.max_seqlen_q,
+                    self.plan.max_seqlen_k,
+                    self.plan.padded_batch_size
+                )
+            }
+
+            fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+                visit.call(&self.planner)
+            }
+        }
+
         #[pymethods]
         impl HostPlan {
             $(
@@ -213,17 +146,32 @@ macro_rules! arrays {
     };
 }
 
-arrays! {
+plan_methods! {
+    /// Slots of the new tokens, `[T]`, one request after the other; 0 for padding (SGLang's name).
     out_cache_loc: OutCacheLoc,
+    /// Positions of the new tokens in their requests, `[T]`.
     positions: Positions,
+    /// Slots of the new tokens, int64 `[T]`; -1 for padding, which vLLM's kernels skip.
     slot_mapping: SlotMapping,
+    /// Rows of the request table, `[B]`; 0 for padding.
     req_pool_indices: ReqPoolIndices,
+    /// Tokens of each request, including the new ones, `[B]`.
     seq_lens: SeqLens,
+    /// The same tensor as `seq_lens`, by FlashAttention's name (`flash_attn_with_kvcache`).
     cache_seqlens: SeqLens,
+    /// Offsets of the new tokens of each request, ending with their total, `[B + 1]` (FlashInfer).
     qo_indptr: QoIndptr,
+    /// The same tensor as `qo_indptr`, by FlashAttention's name (`flash_attn_varlen_func`).
     cu_seqlens_q: QoIndptr,
+    /// Offsets of the pages of each request in `kv_indices`, ending with their total, `[B + 1]` (FlashInfer).
     kv_indptr: KvIndptr,
+    /// The pages of all requests, one request after the other, `[kv_indptr[-1]]` (FlashInfer). With pages of
+    /// one slot these are the slots. `None` if the planner does not build it.
     kv_indices: KvIndices,
+    /// Tokens in the last page of each request, `[B]`, 1 to `page_size` (FlashInfer); 0 for a request without
+    /// tokens.
     kv_last_page_len: KvLastPageLen,
+    /// The pages of each request, padded with zeros, `[B, ceil(max_context_len / page_size)]` (FlashAttention
+    /// and vLLM). `None` if the planner does not build it.
     block_table: BlockTable,
 }
