@@ -1,6 +1,7 @@
 //! Token ids of a caller, compared in place.
 
 use std::cell::Cell;
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -130,41 +131,39 @@ impl Tokens for ListTokens<'_, '_> {
 /// looked at.
 #[derive(Debug)]
 struct RawTokens<'a, T> {
+    /// The first of `count` elements, which others own for `'a`. It need not be aligned.
     first: NonNull<T>,
     count: usize,
-    borrowed: &'a BorrowedTensor<'a>,
+    owner: PhantomData<&'a T>,
 }
 
 /// Elements copied at a time; they stay in the nearest cache.
 const BLOCK: usize = 1024;
 
-/// Fills `to` with the elements that follow from `first` on, which need not be aligned.
-///
-/// # Safety
-/// As many elements as fill `to` are there, and `to` is not among them.
-unsafe fn copy_elements<T: Copy>(first: *const T, to: &mut [MaybeUninit<T>]) -> &[T] {
-    // SAFETY: the caller's promise.
-    unsafe { first.cast::<u8>().copy_to_nonoverlapping(to.as_mut_ptr().cast(), size_of_val(to)) };
-    // SAFETY: all of it was written just now.
-    unsafe { &*(std::ptr::from_mut(to) as *const [T]) }
-}
-
 impl<'a, T: Copy> RawTokens<'a, T> {
     fn of(borrowed: &'a BorrowedTensor<'a>) -> Self {
-        Self { first: borrowed.address().cast(), count: borrowed.shape().numel(), borrowed }
+        assert!(borrowed.is_contiguous(), "one element follows the other");
+        Self { first: borrowed.address().cast(), count: borrowed.shape().numel(), owner: PhantomData }
+    }
+
+    /// Copies the elements from `at` on that fill `to`.
+    fn copy<'to>(&self, at: usize, to: &'to mut [MaybeUninit<T>]) -> &'to [T] {
+        assert!(at + to.len() <= self.count, "within the array");
+        // SAFETY: `at` is within the array.
+        let source = unsafe { self.first.as_ptr().add(at) };
+        // SAFETY: as many elements as fill `to` follow there, and `to` is not among them.
+        unsafe { source.cast::<u8>().copy_to_nonoverlapping(to.as_mut_ptr().cast(), size_of_val(to)) };
+        // SAFETY: all of it was written just now.
+        unsafe { &*(std::ptr::from_mut(to) as *const [T]) }
     }
 
     /// Calls `look` with a copy of the elements of `range`, block by block, until it returns `false`.
     fn blocks(&self, range: Range<usize>, mut look: impl FnMut(&[T]) -> Result<bool>) -> Result<()> {
-        assert!(range.end <= self.count && self.borrowed.is_contiguous(), "within the array");
         let mut block = [const { MaybeUninit::uninit() }; BLOCK];
         let mut at = range.start;
         while at < range.end {
             let count = BLOCK.min(range.end - at);
-            // SAFETY: `at` is within the array.
-            let source = unsafe { self.first.as_ptr().add(at) };
-            // SAFETY: `count` elements from there on are too, and the block is ours.
-            if !look(unsafe { copy_elements(source, &mut block[..count]) })? {
+            if !look(self.copy(at, &mut block[..count]))? {
                 return Ok(());
             }
             at += count;
@@ -246,33 +245,14 @@ pub(super) fn with_keys<R>(
         // SAFETY: the array has `len` elements from there on; it is not resized while the GIL is held, and no
         // Python code runs during `work`.
         let first = unsafe { first.add(range.start) };
-        return work(&RawKeys { first, count: range.len(), array: object });
+        return work(&RawTokens { first, count: range.len(), owner: PhantomData });
     }
     let tokens = args::indices(object)?.values(py)?.into_i64()?;
     let range = within(tokens.len())?;
     work(&&tokens[range])
 }
 
-/// The elements of an `array.array("q")`, which others may write: they are looked at only as raw bytes.
-struct RawKeys<'a, 'py> {
-    first: NonNull<i64>,
-    count: usize,
-    #[expect(dead_code, reason = "keeps the array alive")]
-    array: &'a Bound<'py, PyAny>,
-}
-
-impl RawKeys<'_, '_> {
-    /// Copies the elements from `at` on that fill `to`.
-    fn copy<'to>(&self, at: usize, to: &'to mut [MaybeUninit<i64>]) -> &'to [i64] {
-        assert!(at + to.len() <= self.count, "within the array");
-        // SAFETY: the elements are within the array.
-        let ours = unsafe { self.first.as_ptr().add(at).cast_const() };
-        // SAFETY: that many elements follow, and `to` is not part of the array.
-        unsafe { copy_elements(ours, to) }
-    }
-}
-
-impl TokenSource for RawKeys<'_, '_> {
+impl TokenSource for RawTokens<'_, i64> {
     fn count(&self) -> usize {
         self.count
     }
@@ -282,7 +262,7 @@ impl TokenSource for RawKeys<'_, '_> {
         // SAFETY: the elements are within the array.
         let ours = unsafe { self.first.as_ptr().add(at).cast_const() };
         // SAFETY: as many elements follow as there are in `with`, and no others are asked for.
-        let token_at = |at: usize| unsafe { ours.wrapping_add(at).read() };
+        let token_at = |at: usize| unsafe { ours.wrapping_add(at).read_unaligned() };
         let differ = match with {
             TokenBlock::Narrow(theirs) => differ(theirs, token_at),
             TokenBlock::Wide(theirs) => theirs.iter().enumerate().any(|(at, &token)| token_at(at) != token),
