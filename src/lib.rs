@@ -12,12 +12,12 @@
 //! | [`base`] | shared vocabulary: index newtypes, dtype, device, shape, error; locks, blocking sections, the gate for forks | in `prefetch.rs` |
 //! | [`index`] | ownership of integers: bitmaps, free lists, slots, rows, owners, requests, reference counts, buckets, arenas, move plans | no |
 //! | [`cache`] | which prefixes are cached: a tree over tokens, holds on it, policies of eviction | no |
-//! | [`engines`] | bookkeeping by the rules of one engine: its tree, its blocks, what it offloads | no |
 //! | [`memory`] | sources of bytes: backends, regions; devices, streams, events | yes |
 //! | [`kernels`] | operations on rows and on the request table: on the CPU, and as CUDA kernels with their launches | yes |
 //! | [`tensor`] | descriptions of bytes for other libraries: views, DLPack | in `dlpack.rs` |
 //! | [`transfer`] | bytes between memory and other places: copies beside a stream, threads for them, the files of a store | no |
 //! | [`pool`] | one file per class: indices and caches joined to bytes by executors, views and transfers | no |
+//! | [`engines`] | bookkeeping by the rules of one engine: its tree, its blocks, what it offloads | no |
 //! | `python` | the extension module: convert, delegate, map errors | where tensors cross |
 //!
 //! A program uses [`pool`], with [`base`], [`memory`], [`tensor`] and [`kernels::Indices`] for arguments and
