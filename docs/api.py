@@ -52,11 +52,6 @@ PAGES = (
         "The prefix cache",
         ("PrefixCache", "Lease", "Load", "Fetch", "Published", "Segment", "Stored", "Removed", "Cleared"),
     ),
-    Page(
-        "prefix-trees",
-        "Prefix trees",
-        ("PrefixTree", "TreeMatch", "TreeInsertion", "TreeEviction", "TreeNode"),
-    ),
     Page("tiers", "Tiers and stores", ("HostTier", "FileStore", "Store", "StoreTransfer")),
     Page("chunks", "Chunks", ("ChunkPool", "Chunk", "ChunkCopy")),
     Page("scratch", "Buffers, pages and arenas", ("BufferPool", "Buffer", "PagePool", "Workspace")),

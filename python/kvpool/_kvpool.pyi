@@ -84,19 +84,19 @@ __all__ = [
     "PagePool",
     "Pool",
     "PrefixCache",
-    "PrefixTree",
     "Published",
     "Removed",
     "ReqToTokenPool",
     "Segment",
+    "SlotTree",
+    "SlotTreeEviction",
+    "SlotTreeInsertion",
+    "SlotTreeMatch",
+    "SlotTreeNode",
     "StoreTransfer",
     "Stored",
     "Tensor",
     "TokenToKVPoolAllocator",
-    "TreeEviction",
-    "TreeInsertion",
-    "TreeMatch",
-    "TreeNode",
     "_PageLocking",
     "_StoreCall",
     "_StoreQueue",
@@ -2268,6 +2268,194 @@ class HybridNode:
         """Whether the node may be evicted as a whole."""
 
 @final
+class SlotTree:
+    """Finds slots by tokens for an engine that holds nodes, locks them and evicts by itself, and owns the slots.
+
+    A node is a run of tokens with their slots. Its number is an int below 2**63 that no other node of the
+    tree ever has. When a node is split, the deeper half keeps its number, its end and its locks. Prefixes are
+    found in whole pages, and compared token by token. Tokens and namespaces are those of `PrefixCache`.
+
+    Slots that are inserted belong to the tree until they are evicted: freeing them through the allocator is
+    an invalid free. An insertion frees nothing; slots of tokens that were cached before stay the caller's.
+    The slots of an insertion after its last whole page are kept, too, in a node that no look-up finds. The
+    next insertion of the same slots takes this node over, and it is not evicted while its parent is locked.
+    If its parent is the root, it is not evicted until the same slots are inserted again.
+
+    All calls are atomic and thread-safe. They wait for a GPU only for the values of an argument that the host
+    does not have. Clearing the allocator empties the tree. Slots are valid, and reused, in the order of the
+    current stream.
+
+    Args:
+        allocator: The allocator of the slots, with `page_size` 1. With `None`, slots are plain ints of the
+            caller, and evicted ones are only listed; then only `verify` checks that slots differ, not each
+            insertion.
+        page_size: Tokens that are found together.
+        name: The owner of cached slots in reports. Defaults to the class name and a number.
+
+    Raises:
+        ConfigError: If `page_size` is 0, or the allocator has pages of more than one slot.
+    """
+
+    def __new__(
+        cls,
+        allocator: TokenToKVPoolAllocator | None = None,
+        *,
+        page_size: SupportsIndex = 1,
+        name: str | None = None,
+    ) -> SlotTree: ...
+    def match(self, tokens: IndicesLike, *, namespace: Namespace = None) -> SlotTreeMatch:
+        """Finds the longest cached prefix, in whole pages, and refreshes it. Splits a node if none ends there.
+
+        Args:
+            tokens: Token ids of the prompt.
+            namespace: A str, bytes or an int; `None` is a namespace of its own.
+
+        Raises:
+            ArgumentError: If a token is outside of [0, 2**31).
+            TypeError: If `tokens` are not ints, or `namespace` is of another type.
+        """
+    def insert(
+        self, tokens: IndicesLike, slots: IndicesLike, *, namespace: Namespace = None
+    ) -> SlotTreeInsertion:
+        """Adds tokens with their slots, up to the first slot that is 0 or not allocated.
+
+        Args:
+            tokens: Token ids, from the first on.
+            slots: Their slots, ints of the same length. The caller's ownership of those that were not cached
+                before passes to the tree. The values are copied.
+            namespace: As in `match`.
+
+        Raises:
+            ArgumentError: If a token or slot is outside of [0, 2**31), or `tokens` and `slots` differ in length.
+            IndexOwnershipError: If a slot is listed twice, or cached with other tokens. Nothing is changed.
+            StaleError: If another thread clears the allocator meanwhile. Nothing is changed.
+            TypeError: As in `match`.
+        """
+    def lock(self, node: SupportsIndex) -> None:
+        """Keeps a node and its ancestors from being evicted. Locks of a node are counted.
+
+        Raises:
+            StaleError: If the node was evicted.
+        """
+    def unlock(self, node: SupportsIndex) -> None:
+        """Undoes one `lock` of a node.
+
+        Raises:
+            StaleError: If the node was evicted.
+            IndexOwnershipError: If the node has no lock. Nothing is changed.
+        """
+    def evict(self, tokens: SupportsIndex) -> SlotTreeEviction:
+        """Evicts whole nodes, ends of prefixes first, until at least `tokens` slots became free or nothing is
+        evictable. Their slots are freed at once, in one call.
+
+        Raises:
+            ArgumentError: If `tokens` is negative.
+        """
+    def clear(self) -> SlotTreeEviction:
+        """Gives up every node, locked or not, and frees the slots."""
+    def slots(self, node: SupportsIndex) -> torch.Tensor:
+        """Returns the slots of a prefix: 1-D in the allocator's `index_dtype`, on its device, or in host memory
+        without one. A copy.
+
+        Args:
+            node: The node at the end of the prefix.
+
+        Raises:
+            StaleError: If the node was evicted.
+        """
+    def node(self, node: SupportsIndex) -> SlotTreeNode:
+        """Describes a node as it is now. This is a call for debugging, because it looks at every node.
+
+        Raises:
+            StaleError: If the node was evicted.
+        """
+    @property
+    def root(self) -> int:
+        """The root node, which is the end of the empty prefix. It changes when the tree is cleared."""
+    def cached_size(self) -> int:
+        """Returns the number of cached tokens."""
+    def evictable_size(self) -> int:
+        """Returns the number of cached tokens that no lock keeps, those of inner nodes included."""
+    def locked_size(self) -> int:
+        """Returns the number of cached tokens that locks keep."""
+    def stats(self) -> dict[str, int]:
+        """Returns the statistics of the tree: `cached`, `evictable` and `locked` in tokens, `nodes`, and the
+        `bytes` of the bookkeeping.
+        """
+    def verify(self) -> None:
+        """Checks every invariant of the tree.
+
+        Raises:
+            IndexOwnershipError: If a check fails, with a description.
+        """
+
+@final
+class SlotTreeMatch:
+    """A prefix that `SlotTree.match` found."""
+
+    @property
+    def node(self) -> int:
+        """The node that ends where the prefix ends; the root if nothing was found."""
+    @property
+    def length(self) -> int:
+        """Tokens of the prefix, in whole pages."""
+
+@final
+class SlotTreeInsertion:
+    """The result of `SlotTree.insert`."""
+
+    @property
+    def node(self) -> int:
+        """The node that ends where the inserted tokens end."""
+    @property
+    def cached(self) -> int:
+        """Tokens that were cached before, in whole pages. Slots that the caller owned for them are the caller's
+        still.
+        """
+    @property
+    def length(self) -> int:
+        """Tokens inserted: those before the first slot that is 0 or not allocated."""
+    @property
+    def removed_nodes(self) -> list[int]:
+        """Nodes that no longer exist: tails that became part of another node."""
+
+@final
+class SlotTreeEviction:
+    """The result of `SlotTree.evict` and `SlotTree.clear`."""
+
+    @property
+    def tokens(self) -> int:
+        """Slots that became free."""
+    @property
+    def removed_nodes(self) -> list[int]:
+        """Nodes that no longer exist, in the order of their removal, with those that a `clear` of the allocator
+        removed before.
+        """
+    @property
+    def slots(self) -> torch.Tensor:
+        """The slots evicted: 1-D int32 in host memory, a new tensor each time."""
+
+@final
+class SlotTreeNode:
+    """A node of a `SlotTree` at the time of `SlotTree.node`."""
+
+    @property
+    def parent(self) -> int | None:
+        """The parent node; `None` for a root."""
+    @property
+    def children(self) -> list[int]:
+        """The child nodes."""
+    @property
+    def tokens(self) -> list[int]:
+        """The node's own tokens, without those of its ancestors."""
+    @property
+    def slots(self) -> list[int]:
+        """The slots of its own tokens."""
+    @property
+    def locks(self) -> int:
+        """Locks of the node and of all its descendants."""
+
+@final
 class PrefixCache(Pool):
     """Keeps the K and V of prompts and answers by their tokens, so that a request that begins like an earlier one
     does not compute them again.
@@ -2667,214 +2855,6 @@ class Published:
         """The cache's slots of the tokens published, from the former length of the lease to `length`: 1-D tensor
         on the allocator's device. Without duplicates they are the caller's.
         """
-
-@final
-class PrefixTree:
-    """The tree of a prefix cache, with access to its nodes, for engines that hold nodes, lock them and evict by
-    themselves. Otherwise use `PrefixCache`, which has leases and evicts when an allocation is short.
-
-    A node is a run of tokens with their slots. Its number is an int below 2**63 that no other node of the
-    tree ever has. When a node is split, the deeper half keeps its number, its end and its locks. Prefixes are
-    found in whole pages, and compared token by token. Tokens and namespaces are those of `PrefixCache`.
-
-    Slots that are inserted belong to the tree until they are evicted: freeing them through the allocator is
-    an invalid free. An insertion frees nothing; slots of tokens that were cached before stay the caller's.
-    The slots of an insertion after its last whole page are kept, too, in a node that no look-up finds. The
-    next insertion of the same slots takes this node over, and it is not evicted while its parent is locked.
-    If its parent is the root, it is not evicted until the same slots are inserted again.
-
-    All calls are atomic and thread-safe. They wait for a GPU only for the values of an argument that the host
-    does not have. Clearing the allocator empties the tree. Slots are valid, and reused, in the order of the
-    current stream.
-
-    Args:
-        allocator: The allocator of the slots, with `page_size` 1. With `None`, slots are plain ints of the
-            caller, and evicted ones are only listed; then only `verify` checks that slots differ, not each
-            insertion.
-        page_size: Tokens that are found together.
-        policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
-        name: The owner of cached slots in reports. Defaults to the class name and a number.
-
-    Raises:
-        ConfigError: If `page_size` is 0, `policy` is unknown, or the allocator has pages of more than one slot.
-    """
-
-    def __new__(
-        cls,
-        allocator: TokenToKVPoolAllocator | None = None,
-        *,
-        page_size: SupportsIndex = 1,
-        policy: Policy = "lru",
-        name: str | None = None,
-    ) -> PrefixTree: ...
-    def match(
-        self, tokens: IndicesLike, *, namespace: Namespace = None, limit: SupportsIndex | None = None
-    ) -> TreeMatch:
-        """Finds the longest cached prefix, in whole pages, and refreshes it. Splits a node if none ends there.
-
-        Args:
-            tokens: Token ids of the prompt.
-            namespace: A str, bytes or an int; `None` is a namespace of its own.
-            limit: Maximum length in tokens.
-
-        Raises:
-            ArgumentError: If a token is outside of [0, 2**31), or `limit` is negative.
-            TypeError: If `tokens` are not ints, or `namespace` is of another type.
-        """
-    def insert(
-        self, tokens: IndicesLike, slots: IndicesLike, *, namespace: Namespace = None
-    ) -> TreeInsertion:
-        """Adds tokens with their slots, up to the first slot that is 0 or not allocated.
-
-        Args:
-            tokens: Token ids, from the first on.
-            slots: Their slots, ints of the same length. The caller's ownership of those that were not cached
-                before passes to the tree. The values are copied.
-            namespace: As in `match`.
-
-        Raises:
-            ArgumentError: If a token or slot is outside of [0, 2**31), or `tokens` and `slots` differ in length.
-            IndexOwnershipError: If a slot is listed twice, or cached with other tokens. Nothing is changed.
-            StaleError: If another thread clears the allocator meanwhile. Nothing is changed.
-            TypeError: As in `match`.
-        """
-    def lock(self, node: SupportsIndex) -> None:
-        """Keeps a node and its ancestors from being evicted. Locks of a node are counted.
-
-        Raises:
-            StaleError: If the node was evicted.
-        """
-    def unlock(self, node: SupportsIndex) -> None:
-        """Undoes one `lock` of a node.
-
-        Raises:
-            StaleError: If the node was evicted.
-            IndexOwnershipError: If the node has no lock. Nothing is changed.
-        """
-    def evict(self, tokens: SupportsIndex) -> TreeEviction:
-        """Evicts whole nodes, ends of prefixes first, until at least `tokens` slots became free or nothing is
-        evictable. Their slots are freed at once, in one call.
-
-        Raises:
-            ArgumentError: If `tokens` is negative.
-        """
-    def clear(self) -> TreeEviction:
-        """Gives up every node, locked or not, and frees the slots."""
-    def slots(self, node: SupportsIndex, start: SupportsIndex = 0) -> torch.Tensor:
-        """Returns the slots of a prefix: 1-D in the allocator's `index_dtype`, on its device, or in host memory
-        without one. A copy.
-
-        Args:
-            node: The node at the end of the prefix.
-            start: The position of the first slot.
-
-        Raises:
-            StaleError: If the node was evicted.
-            ArgumentError: If `start` is negative.
-        """
-    def node(self, node: SupportsIndex) -> TreeNode:
-        """Describes a node as it is now. This is a call for debugging, because it looks at every node.
-
-        Raises:
-            StaleError: If the node was evicted.
-        """
-    @property
-    def root(self) -> int:
-        """The root node, which is the end of the empty prefix. It changes when the tree is cleared."""
-    def cached_size(self) -> int:
-        """Returns the number of cached tokens."""
-    def evictable_size(self) -> int:
-        """Returns the number of cached tokens that no lock keeps, those of inner nodes included."""
-    def locked_size(self) -> int:
-        """Returns the number of cached tokens that locks keep."""
-    def stats(self) -> dict[str, int]:
-        """Returns the statistics of the tree: `cached`, `evictable` and `locked` in tokens, `nodes`, and the
-        `bytes` of the bookkeeping.
-        """
-    def verify(self) -> None:
-        """Checks every invariant of the tree.
-
-        Raises:
-            IndexOwnershipError: If a check fails, with a description.
-        """
-    @property
-    def allocator(self) -> TokenToKVPoolAllocator | None:
-        """The allocator of the slots, if there is one."""
-    @property
-    def page_size(self) -> int:
-        """Tokens that are found together."""
-    @property
-    def policy(self) -> Policy:
-        """The name of the policy."""
-
-@final
-class TreeMatch:
-    """A prefix that `PrefixTree.match` found."""
-
-    @property
-    def node(self) -> int:
-        """The node that ends where the prefix ends; the root if nothing was found."""
-    @property
-    def length(self) -> int:
-        """Tokens of the prefix, in whole pages."""
-
-@final
-class TreeInsertion:
-    """The result of `PrefixTree.insert`."""
-
-    @property
-    def node(self) -> int:
-        """The node that ends where the inserted tokens end."""
-    @property
-    def cached(self) -> int:
-        """Tokens that were cached before, in whole pages. Slots that the caller owned for them are the caller's
-        still.
-        """
-    @property
-    def length(self) -> int:
-        """Tokens inserted: those before the first slot that is 0 or not allocated."""
-    @property
-    def removed_nodes(self) -> list[int]:
-        """Nodes that no longer exist: tails that became part of another node."""
-
-@final
-class TreeEviction:
-    """The result of `PrefixTree.evict` and `PrefixTree.clear`."""
-
-    @property
-    def tokens(self) -> int:
-        """Slots that became free."""
-    @property
-    def removed_nodes(self) -> list[int]:
-        """Nodes that no longer exist, in the order of their removal, with those that a `clear` of the allocator
-        removed before.
-        """
-    @property
-    def slots(self) -> torch.Tensor:
-        """The slots evicted: 1-D int32 in host memory, a new tensor each time."""
-
-@final
-class TreeNode:
-    """A node of a `PrefixTree` at the time of `PrefixTree.node`."""
-
-    @property
-    def node(self) -> int:
-        """The number of the node."""
-    @property
-    def parent(self) -> int | None:
-        """The parent node; `None` for a root."""
-    @property
-    def children(self) -> list[int]:
-        """The child nodes."""
-    @property
-    def tokens(self) -> list[int]:
-        """The node's own tokens, without those of its ancestors."""
-    @property
-    def slots(self) -> list[int]:
-        """The slots of its own tokens."""
-    @property
-    def locks(self) -> int:
-        """Locks of the node and of all its descendants."""
 
 @final
 class Segment:

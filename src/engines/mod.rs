@@ -9,6 +9,7 @@
 //! | blocks: their users, the order of free ones, their hashes | [`BlockTable`], [`EvictionQueue`], [`BlockMap`] | vLLM |
 //! | offloaded chunks by keys of the engine, which controls the transfers | [`OffloadTable`], [`OffloadOrder`] | vLLM |
 //! | nodes with values of several kinds of attention | [`hybrid`] | SGLang |
+//! | nodes with slots that the tree owns in an allocator | [`SlotTree`] | pymllm |
 
 #![forbid(unsafe_code)]
 
@@ -18,6 +19,7 @@ mod eviction_queue;
 pub mod hybrid;
 mod offload_order;
 mod offload_table;
+mod slot_tree;
 
 pub use block_map::{BlockHash, BlockMap};
 pub use block_table::{BlockTable, HashedBlocks, HashedTokens, NotTaken, TakenBlocks};
@@ -27,3 +29,4 @@ pub use offload_table::{
     NamedChunk, OffloadChange, OffloadConfig, OffloadCounts, OffloadEvent, OffloadRequest, OffloadStage,
     OffloadTable, OffloadedChunk, StorePlan,
 };
+pub use slot_tree::{EvictedNodes, Inserted, NodePrefix, SlotTree, SlotTreeConfig};

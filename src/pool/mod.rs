@@ -1,6 +1,6 @@
 //! Pools, which combine an index, memory and tensors. Each public class has a file of its own. Metrics,
 //! snapshots and leak reports use a class through the trait [`Pool`], which all implement except
-//! [`BatchPlanner`], [`PrefixTree`] and the stores, [`FileStore`] and [`RemoteStore`].
+//! [`BatchPlanner`], [`CachedSlots`] and the stores, [`FileStore`] and [`RemoteStore`].
 //!
 //! A pool with memory of its own is constructed from a config and a [`Backend`](crate::memory::Backend),
 //! which provides all of it. An [`Executor`](crate::kernels::Executor) for the host or for a device works on
@@ -13,6 +13,7 @@
 
 mod batch_planner;
 mod buffer_pool;
+mod cached_slots;
 mod chunk_pool;
 mod contract;
 mod deferred;
@@ -24,7 +25,6 @@ mod kv_pool;
 mod mirror;
 mod page_pool;
 mod prefix_cache;
-mod prefix_tree;
 mod remote_store;
 mod req_to_token_pool;
 mod shortage;
@@ -37,6 +37,7 @@ mod workspace;
 
 pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix};
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
+pub use cached_slots::{CachedSlots, CachedSlotsCall};
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool};
 pub use contract::{Occupancy, Piece, Pool, Stats};
 pub use deferred::FreedAs;
@@ -51,7 +52,6 @@ pub use prefix_cache::{
     CachedSizes, Fetch, FinishedRequests, Lease, Load, LowerStore, LowerTier, PrefixCache, PrefixCacheConfig,
     PrefixCounts, Publication, Published,
 };
-pub use prefix_tree::{EvictedNodes, Inserted, NodePrefix, PrefixTree, PrefixTreeConfig};
 pub use remote_store::{RemoteStore, StoreCall, StoreCallKind, StoreCallQueue};
 pub use req_to_token_pool::{FreedRows, ReqToTokenConfig, ReqToTokenPool, TableIndex, TableWriters};
 pub use shortage::{Obtainable, Reclaim};

@@ -8,3 +8,4 @@ mod hybrid_names;
 pub(super) mod hybrid_results;
 pub(super) mod hybrid_tree;
 pub(super) mod offload;
+pub(super) mod slot_tree;

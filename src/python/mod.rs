@@ -43,7 +43,6 @@ mod pickling;
 mod pool_name;
 mod prefix_cache;
 mod prefix_report;
-mod prefix_tree;
 mod req_to_token_pool;
 mod store_queue;
 mod tensor;
@@ -235,6 +234,10 @@ mod _kvpool {
     #[pymodule_export]
     use super::engines::offload::{_store_keys, OffloadOrder, OffloadRequest, OffloadTable, OffloadTurn};
     #[pymodule_export]
+    use super::engines::slot_tree::{
+        SlotTree, SlotTreeEviction, SlotTreeInsertion, SlotTreeMatch, SlotTreeNode,
+    };
+    #[pymodule_export]
     use super::fetch::Fetch;
     #[pymodule_export]
     use super::file_store::{FileStore, StoreTransfer};
@@ -252,8 +255,6 @@ mod _kvpool {
     use super::prefix_cache::{Lease, PrefixCache, Published};
     #[pymodule_export]
     use super::prefix_report::{Cleared, Removed, Segment, Stored};
-    #[pymodule_export]
-    use super::prefix_tree::{PrefixTree, TreeEviction, TreeInsertion, TreeMatch, TreeNode};
     #[pymodule_export]
     use super::req_to_token_pool::ReqToTokenPool;
     #[pymodule_export]

@@ -44,6 +44,7 @@ PRIVATE = {
     "tools.replay.config": {"_STORAGE_DTYPES"},
     # Parts of one engine's scheduler each: they have the shape of its classes, and change with them.
     "integrations.lmcache.memory": {"AddressSpace"},
+    "integrations.pymllm": {"SlotTree"},
     "integrations.sglang.tree_core": {"HybridFrees", "HybridStep", "HybridTree"},
     "integrations.sglang.tree_events": {"HybridTree"},
     "integrations.sglang.tree_owners": {"HybridTree"},

@@ -673,7 +673,7 @@ def test_pools_of_the_second_device_leave_the_first_alone(driver: Driver, run_sn
         planner = kvpool.BatchPlanner(table, allocator, 4, 64)
         tier = kvpool.HostTier(kv, size=256)
         cache = kvpool.PrefixCache(allocator, tiers=(tier,))
-        tree = kvpool.PrefixTree(allocator)
+        tree = kvpool._kvpool.SlotTree(allocator)
         rows = table.alloc(2)
         plan = planner.extend(rows, [0, 0], [5, 7])
         assert planner.seq_len(rows[0]) == 5 and plan.host.seq_lens.tolist() == [5, 7]

@@ -38,16 +38,11 @@ CLASSES: list[type] = [
     kvpool.Cleared,
     kvpool.Lease,
     kvpool.PrefixCache,
-    kvpool.PrefixTree,
     kvpool.Published,
     kvpool.Removed,
     kvpool.Segment,
     kvpool.Stored,
     kvpool.Tensor,
-    kvpool.TreeEviction,
-    kvpool.TreeInsertion,
-    kvpool.TreeMatch,
-    kvpool.TreeNode,
 ]
 
 
@@ -103,10 +98,7 @@ def test_names_in_types_are_those_that_calls_take() -> None:
     kv = kvpool.KVPool(64, 1, 1, 4, "cpu")
     slots = kvpool.TokenToKVPoolAllocator(64, "cpu")
     calls: dict[str, list[Callable[[Any], Any]]] = {
-        "Policy": [
-            lambda name: kvpool.PrefixCache(slots, policy=name).policy,
-            lambda name: kvpool.PrefixTree(policy=name).policy,
-        ],
+        "Policy": [lambda name: kvpool.PrefixCache(slots, policy=name).policy],
         "Rounding": [lambda name: kvpool.BufferPool("cpu", rounding=name).rounding],
         "WriteMode": [lambda name: kvpool.HostTier(kv, 64, write=name).write],
         "Layout": [lambda name: kvpool.KVPool(64, 1, 1, 4, "cpu", layout=name).layout],

@@ -8,12 +8,13 @@ use std::time::Duration;
 
 use kvpool::base::{ErrorKind, IndexVec, Result};
 use kvpool::cache::{Namespace, PolicyKind, Tokens};
+use kvpool::engines::{SlotTree, SlotTreeConfig};
 use kvpool::kernels::{Indices, read_indices};
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{
     AllocatorConfig, Batch, BatchPlanner, Fence, GdnPool, HostTier, HostTierConfig, KvConfig, KvPool, Lease,
-    LowerTier, PlannerConfig, Pool, Prefix, PrefixCache, PrefixCacheConfig, PrefixTree, PrefixTreeConfig,
-    Publication, ReqToTokenConfig, ReqToTokenPool, TokenToKvPoolAllocator,
+    LowerTier, PlannerConfig, Pool, Prefix, PrefixCache, PrefixCacheConfig, Publication, ReqToTokenConfig,
+    ReqToTokenPool, TokenToKvPoolAllocator,
 };
 
 use crate::histories::disks::digest;
@@ -200,13 +201,13 @@ fn a_tree_takes_no_slots_that_a_clear_has_given_to_others() {
     let host: Arc<dyn Backend> = Arc::new(Host);
     let config = AllocatorConfig { strict: true, ..AllocatorConfig::new(4) };
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
-    let config = PrefixTreeConfig { page_size: 1, policy: PolicyKind::Lru, name: "tree".into() };
-    let tree = PrefixTree::new(config, Some(Arc::clone(&slots))).unwrap();
+    let config = SlotTreeConfig { page_size: 1, name: "tree".into() };
+    let tree = SlotTree::new(config, Some(Arc::clone(&slots))).unwrap();
     drop(slots.alloc(4, STREAM).unwrap().unwrap().keep());
     let given = IndexVec::I32(vec![1, 2, 3, 4]);
     let error =
         tree.insert(&Namespace::Unnamed, &ClearingTokens(Arc::clone(&slots)), &given, STREAM).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Stale, "{error}");
     assert_eq!((slots.stats().cached, slots.stats().in_use), (0, 4));
-    tree.verify(STREAM).unwrap();
+    tree.verify().unwrap();
 }

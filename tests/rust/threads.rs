@@ -8,12 +8,13 @@ use std::time::{Duration, Instant};
 
 use kvpool::base::{DType, ErrorKind, IndexVec};
 use kvpool::cache::{Namespace, PolicyKind};
+use kvpool::engines::{SlotTree, SlotTreeConfig};
 use kvpool::kernels::{CopyThreads, Direction, Indices, set_num_threads};
 use kvpool::memory::Host;
 use kvpool::pool::{
     AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, GdnConfig, GdnPool, Grant,
-    KvConfig, KvPool, PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, PrefixTree, PrefixTreeConfig,
-    Publication, ReqToTokenConfig, ReqToTokenPool, Scales, TokenToKvPoolAllocator,
+    KvConfig, KvPool, PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, Publication, ReqToTokenConfig,
+    ReqToTokenPool, Scales, TokenToKvPoolAllocator,
 };
 
 use crate::histories::contents;
@@ -105,8 +106,8 @@ fn one_prefix_cache_serves_eight_threads() {
 fn an_allocator_is_cleared_below_its_trees() {
     let config = AllocatorConfig::new(4096);
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("small"));
-    let config = || PrefixTreeConfig { page_size: 1, policy: PolicyKind::Lru, name: "tree".into() };
-    let new_tree = || PrefixTree::new(config(), Some(Arc::clone(&slots))).expect("valid");
+    let config = || SlotTreeConfig { page_size: 1, name: "tree".into() };
+    let new_tree = || SlotTree::new(config(), Some(Arc::clone(&slots))).expect("valid");
     let trees: Vec<_> = (0..THREADS).map(|_| Mutex::new(new_tree())).collect();
     let prompt: Vec<i32> = (0..64).collect();
     together(|number, round| {
@@ -133,7 +134,7 @@ fn an_allocator_is_cleared_below_its_trees() {
         }
     });
     for tree in &trees {
-        tree.lock().expect("no panic").verify(STREAM).expect("consistent");
+        tree.lock().expect("no panic").verify().expect("consistent");
     }
     drop(trees);
     slots.verify().expect("consistent");

@@ -48,7 +48,6 @@ def names(kv: kvpool.KVPool, allocator: kvpool.TokenToKVPoolAllocator, policy: P
     kvpool.nope()  # type: ignore[attr-defined]
     kvpool.PrefixCache(allocator, policy=policy)
     kvpool.PrefixCache(allocator, policy="best")  # type: ignore[arg-type]
-    kvpool.PrefixTree(policy="best")  # type: ignore[arg-type]
     kvpool.HostTier(kv, 64, write="twice")  # type: ignore[arg-type]
     kvpool.BufferPool("cpu", rounding="up")  # type: ignore[arg-type]
     kvpool.KVPool(8, 1, 1, 4, "cpu", layout="split")

@@ -1,4 +1,4 @@
-"""pymllm on kvpool: its prefix caches over `kvpool.PrefixTree`, and the names that pymllm finds them under.
+"""pymllm on kvpool: its prefix caches over a tree in Rust, and the names that pymllm finds them under.
 
 `enable()` puts kvpool's pools and caches in the place of pymllm's, in this process. A server starts its
 scheduler in another process, which runs the main module again: start it with
@@ -21,7 +21,8 @@ from pymllm.mem_cache import base_prefix_cache as base
 from pymllm.mem_cache import chunk_cache
 
 import kvpool
-from kvpool import PrefixTree, TokenToKVPoolAllocator
+from kvpool import TokenToKVPoolAllocator
+from kvpool._kvpool import SlotTree
 from kvpool.integrations.seams import EngineMismatchError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class TreeNode:
 
     __slots__ = ("_tree", "id")
 
-    def __init__(self, tree: PrefixTree, node: int) -> None:
+    def __init__(self, tree: SlotTree, node: int) -> None:
         self._tree = tree
         self.id: int = node
 
@@ -96,7 +97,7 @@ class TreeNode:
 
 
 class RadixCache(base.BasePrefixCache):  # type: ignore[misc] # without types
-    """`pymllm.mem_cache.RadixCache` and `MambaRadixCache`, over `kvpool.PrefixTree`.
+    """`pymllm.mem_cache.RadixCache` and `MambaRadixCache`, over a tree that owns its slots.
 
     Prompts and answers are found by their tokens, in whole pages, and evicted least recently used first.
     Slots belong to the tree from `insert` to `evict`.
@@ -118,7 +119,7 @@ class RadixCache(base.BasePrefixCache):  # type: ignore[misc] # without types
         *,
         mamba_pool: object = None,
     ) -> None:
-        self._tree = PrefixTree(token_to_kv_pool_allocator, page_size=page_size, policy="lru")
+        self._tree = SlotTree(token_to_kv_pool_allocator, page_size=page_size)
         self.page_size = page_size
         self.sliding_window_size = sliding_window_size
         self.pool = token_to_kv_pool_allocator

@@ -24,12 +24,12 @@ _WITHOUT_CALLS = (
     "Leak",
     "Removed",
     "Segment",
+    "SlotTreeEviction",
+    "SlotTreeInsertion",
+    "SlotTreeMatch",
+    "SlotTreeNode",
     "Stored",
     "Tensor",
-    "TreeEviction",
-    "TreeInsertion",
-    "TreeMatch",
-    "TreeNode",
 )
 
 

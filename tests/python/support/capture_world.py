@@ -155,7 +155,7 @@ class World:
         self.loadable, self.loaded, self.load = self._loads()
         self.hybrid, self.step, self.node = _hybrid()
         self.tree_slots = kvpool.TokenToKVPoolAllocator(SIZE, "cuda")
-        self.tree = kvpool.PrefixTree(self.tree_slots)
+        self.tree = _kvpool.SlotTree(self.tree_slots)
         some(self.tree_slots.alloc(3))
         self.inserted = self.tree.insert([7, 8], [1, 2])
         self.matched = self.tree.match([7, 8])

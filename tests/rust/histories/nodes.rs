@@ -1,15 +1,14 @@
-//! The prefix tree by its nodes: requests of an engine that frees its own duplicates, against a naive
+//! The tree of slots by its nodes: requests of an engine that frees its own duplicates, against a naive
 //! dictionary of pages and a list of tails.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use kvpool::base::{ErrorKind, IndexVec};
-use kvpool::cache::{Namespace, NodeHandle, PolicyKind};
+use kvpool::cache::{Namespace, NodeHandle};
+use kvpool::engines::{EvictedNodes, Inserted, SlotTree, SlotTreeConfig};
 use kvpool::kernels::Indices;
-use kvpool::pool::{
-    AllocatorConfig, EvictedNodes, Inserted, PrefixTree, PrefixTreeConfig, TokenToKvPoolAllocator,
-};
+use kvpool::pool::{AllocatorConfig, TokenToKvPoolAllocator};
 
 use super::{Refusal, STREAM, Source, host, ints_of, refused};
 
@@ -42,7 +41,7 @@ struct Request {
 
 struct Nodes {
     allocator: Arc<TokenToKvPoolAllocator>,
-    tree: PrefixTree,
+    tree: SlotTree,
     page_size: usize,
     /// The slots of the last page of each cached prefix.
     pages: BTreeMap<Key, Vec<i32>>,
@@ -59,9 +58,9 @@ pub(super) fn run(source: &mut Source<'_>) {
         ..AllocatorConfig::new(8 + source.below(80))
     };
     let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host()).expect("memory"));
-    let config = PrefixTreeConfig { page_size, policy: source.of(&PolicyKind::ALL), name: "tree".into() };
+    let config = SlotTreeConfig { page_size, name: "tree".into() };
     let mut nodes = Nodes {
-        tree: PrefixTree::new(config, Some(Arc::clone(&allocator))).expect("a valid config"),
+        tree: SlotTree::new(config, Some(Arc::clone(&allocator))).expect("a valid config"),
         allocator,
         page_size,
         pages: BTreeMap::new(),
@@ -118,12 +117,12 @@ impl Nodes {
 
     /// Looks up a prompt; returns the node and the slots.
     fn find(&self, name: i64, tokens: &[i32]) -> (NodeHandle, Vec<i32>) {
-        let found = self.tree.find(&Namespace::Number(name), &tokens, usize::MAX, STREAM).expect("tokens");
+        let found = self.tree.find(&Namespace::Number(name), &tokens).expect("tokens");
         let len = self.cached(name, tokens);
         assert_eq!(found.len, len);
-        assert_eq!(found.node == self.tree.root(STREAM), len == 0);
+        assert_eq!(found.node == self.tree.root(), len == 0);
         assert!(!self.gone.contains(&found.node), "a name is not used again");
-        let slots = ints_of(&self.tree.slots(found.node, 0, STREAM).expect("a node"));
+        let slots = ints_of(&self.tree.slots(found.node, STREAM).expect("a node"));
         let ends = (self.page_size..=len).step_by(self.page_size);
         let expected: Vec<i32> =
             ends.flat_map(|end| self.pages[&(name, tokens[..end].to_vec())].clone()).collect();
@@ -155,12 +154,12 @@ impl Nodes {
         // Engines compute some tokens anew.
         row.truncate(row.len().min(tokens.len() - source.below(tokens.len().min(2))));
         let protected = row.len();
-        self.tree.lock(node, STREAM).expect("a node");
+        self.tree.lock(node).expect("a node");
         self.live.push(Request { name, tokens, row, protected, locked: Some(node), own: BTreeSet::new() });
         let request = self.live.last().expect("the request");
         let Some(taken) = self.take(request.tokens.len() - protected) else {
             let request = self.live.pop().expect("the request");
-            return self.tree.unlock(request.locked.expect("a lock"), STREAM).expect("a lock");
+            return self.tree.unlock(request.locked.expect("a lock")).expect("a lock");
         };
         let mut request = self.live.pop().expect("the request");
         request.own.extend(&taken);
@@ -170,22 +169,22 @@ impl Nodes {
         let (node, slots) = self.find(request.name, &request.tokens);
         request.row[..slots.len()].copy_from_slice(&slots);
         request.protected = slots.len();
-        self.tree.unlock(request.locked.take().expect("a lock"), STREAM).expect("a lock");
+        self.tree.unlock(request.locked.take().expect("a lock")).expect("a lock");
         // The engine does as pymllm does: a prefix without tokens has no lock.
         if !slots.is_empty() {
-            self.tree.lock(node, STREAM).expect("a node");
+            self.tree.lock(node).expect("a node");
             request.locked = Some(node);
         }
         if source.flip() {
             // A lock of the node at the end, a tail perhaps, and with it of all before.
-            let evictable = self.tree.sizes(STREAM).evictable;
-            self.tree.lock(inserted.node, STREAM).expect("a node");
-            self.tree.verify(STREAM).expect("consistent");
-            assert!(self.tree.sizes(STREAM).evictable <= evictable);
-            self.tree.unlock(inserted.node, STREAM).expect("a lock");
-            assert_eq!(self.tree.sizes(STREAM).evictable, evictable);
+            let evictable = self.tree.sizes().evictable;
+            self.tree.lock(inserted.node).expect("a node");
+            self.tree.verify().expect("consistent");
+            assert!(self.tree.sizes().evictable <= evictable);
+            self.tree.unlock(inserted.node).expect("a lock");
+            assert_eq!(self.tree.sizes().evictable, evictable);
             if request.protected > 0 && inserted.node != node {
-                refused(self.tree.unlock(inserted.node, STREAM), ErrorKind::IndexOwnership);
+                refused(self.tree.unlock(inserted.node), ErrorKind::IndexOwnership);
             }
         }
         self.live.push(request);
@@ -204,7 +203,7 @@ impl Nodes {
             .expect("own slots");
         let cached = self.cached(name, &request.tokens);
         assert_eq!((inserted.cached, inserted.len), (cached, request.tokens.len()));
-        let info = self.tree.info(inserted.node, STREAM).expect("a node");
+        let info = self.tree.info(inserted.node).expect("a node");
         assert!(request.tokens.ends_with(&info.tokens) && !self.gone.contains(&inserted.node));
         let before = self.gone.len();
         self.gone.extend(&inserted.removed_nodes);
@@ -281,7 +280,7 @@ impl Nodes {
         let _ = self.insert(&mut request, unknown);
         assert!(request.own.is_empty(), "everything went to the tree or back");
         if let Some(node) = request.locked {
-            self.tree.unlock(node, STREAM).expect("a lock");
+            self.tree.unlock(node).expect("a lock");
         }
     }
 
@@ -289,7 +288,7 @@ impl Nodes {
         let has = |request: &Request| {
             let locked = request
                 .locked
-                .map_or(0, |node| ints_of(&self.tree.slots(node, 0, STREAM).expect("a node")).len());
+                .map_or(0, |node| ints_of(&self.tree.slots(node, STREAM).expect("a node")).len());
             request.name == *name && request.tokens[..locked].starts_with(prefix)
         };
         self.live.iter().any(has)
@@ -323,7 +322,7 @@ impl Nodes {
     fn record_gone(&mut self, done: &EvictedNodes) {
         for node in &done.removed_nodes {
             assert!(self.gone.insert(*node), "{node:?} is gone twice");
-            refused(self.tree.slots(*node, 0, STREAM), ErrorKind::Stale);
+            refused(self.tree.slots(*node, STREAM), ErrorKind::Stale);
         }
         let slots: BTreeSet<i32> = done.slots.iter().copied().collect();
         assert_eq!(slots.len(), done.slots.len());
@@ -360,7 +359,7 @@ impl Nodes {
     fn misuse(&self, source: &mut Source<'_>) {
         let name = Namespace::Unnamed;
         refused(self.tree.insert(&name, &[5_i32, 6].as_slice(), &wide(&[1]), STREAM), ErrorKind::Argument);
-        refused(self.tree.find(&name, &[-1_i32].as_slice(), 9, STREAM), Refusal::at(ErrorKind::Argument, -1));
+        refused(self.tree.find(&name, &[-1_i32].as_slice()), Refusal::at(ErrorKind::Argument, -1));
 
         if let Some(page) = self.pages.values().next() {
             // Tokens that no prefix has, with slots that are cached.
@@ -374,21 +373,21 @@ impl Nodes {
             refused(answer, Refusal::at(ErrorKind::IndexOwnership, i64::from(*own)));
         }
         if let Some(node) = self.gone.iter().nth(source.below(self.gone.len().max(1))) {
-            refused(self.tree.lock(*node, STREAM), ErrorKind::Stale);
-            refused(self.tree.unlock(*node, STREAM), ErrorKind::Stale);
-            refused(self.tree.info(*node, STREAM), ErrorKind::Stale);
+            refused(self.tree.lock(*node), ErrorKind::Stale);
+            refused(self.tree.unlock(*node), ErrorKind::Stale);
+            refused(self.tree.info(*node), ErrorKind::Stale);
         }
-        refused(self.tree.lock(NodeHandle::new(u64::MAX >> 1), STREAM), ErrorKind::Stale);
+        refused(self.tree.lock(NodeHandle::new(u64::MAX >> 1)), ErrorKind::Stale);
     }
 
     fn check(&self) {
-        self.tree.verify(STREAM).expect("consistent");
+        self.tree.verify().expect("consistent");
         self.allocator.verify().expect("consistent");
         let tree: Vec<i32> =
             self.pages.values().chain(self.tails.iter().map(|tail| &tail.slots)).flatten().copied().collect();
         let owned: BTreeSet<i32> = tree.iter().copied().collect();
         assert_eq!(owned.len(), tree.len(), "a slot is cached twice");
-        let sizes = self.tree.sizes(STREAM);
+        let sizes = self.tree.sizes();
         assert_eq!((sizes.evictable + sizes.locked, sizes.evictable), (tree.len(), self.evictable()));
         let mut own = 0;
         for request in &self.live {

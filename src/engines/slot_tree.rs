@@ -1,31 +1,24 @@
-//! The tree of a prefix cache by its nodes, for engines that hold nodes and evict by themselves.
+//! A tree that owns slots of an allocator, for engines that hold nodes and evict by themselves.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{
-    Device, Epoch, Error, ErrorKind, Id, IndexVec, Page, Result, check_memory, try_collect, try_with_capacity,
-};
+use crate::base::{Epoch, Error, ErrorKind, Id, IndexVec, Page, Result, try_with_capacity};
 use crate::cache::{
     BlockTokens, Cause, Evicted, Namespace, NodeHandle, NodeInfo, PolicyKind, Pressure, ResumeAt, Tokens,
     Tree, TreeStats,
 };
-use crate::index::{Owner, Run};
 use crate::memory::Stream;
+use crate::pool::{CachedSizes, CachedSlots, Obtainable, Reclaim, TokenToKvPoolAllocator};
 use crate::tensor::TensorView;
 
-use super::token_to_kv_pool_allocator::AllocatorCall;
-use super::{CachedSizes, Obtainable, Reclaim, TokenToKvPoolAllocator};
-
-/// Settings of a [`PrefixTree`].
+/// Settings of a [`SlotTree`].
 #[derive(Clone, Debug)]
-pub struct PrefixTreeConfig {
+pub struct SlotTreeConfig {
     /// Tokens that are found together.
     pub page_size: usize,
-    /// The policy by which prefixes are evicted.
-    pub policy: PolicyKind,
     /// The owner of cached slots in reports.
     pub name: String,
 }
@@ -73,31 +66,33 @@ pub struct EvictedNodes {
 /// ```
 /// use std::sync::Arc;
 /// use kvpool::base::IndexVec;
-/// use kvpool::cache::{Namespace, PolicyKind};
+/// use kvpool::cache::Namespace;
+/// use kvpool::engines::{SlotTree, SlotTreeConfig};
 /// use kvpool::memory::{Backend, Host, Stream};
-/// use kvpool::pool::{AllocatorConfig, PrefixTree, PrefixTreeConfig, TokenToKvPoolAllocator};
+/// use kvpool::pool::{AllocatorConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
 /// let config = AllocatorConfig::new(8);
 /// let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
-/// let config = PrefixTreeConfig { page_size: 1, policy: PolicyKind::Lru, name: "tree".into() };
-/// let tree = PrefixTree::new(config, Some(Arc::clone(&allocator))).unwrap();
+/// let config = SlotTreeConfig { page_size: 1, name: "tree".into() };
+/// let tree = SlotTree::new(config, Some(Arc::clone(&allocator))).unwrap();
 /// drop(allocator.alloc(3, stream).unwrap().unwrap().keep());
 /// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7]);
 /// let inserted = tree.insert(&name, &prompt, &IndexVec::I32(vec![1, 2, 3]), stream).unwrap();
-/// tree.lock(inserted.node, stream).unwrap();
+/// tree.lock(inserted.node).unwrap();
 /// assert_eq!(tree.evict(3, stream).freed, 0);
-/// tree.unlock(inserted.node, stream).unwrap();
-/// assert_eq!(tree.find(&name, &&prompt[..2], usize::MAX, stream).unwrap().len, 2);
+/// tree.unlock(inserted.node).unwrap();
+/// assert_eq!(tree.find(&name, &&prompt[..2]).unwrap().len, 2);
 /// assert_eq!(tree.evict(3, stream).removed_nodes.len(), 2, "the look-up has cut the node in two");
 /// assert_eq!(allocator.available_size(), 8);
 /// ```
-pub struct PrefixTree {
-    allocator: Option<Arc<TokenToKvPoolAllocator>>,
-    config: PrefixTreeConfig,
-    /// The owner of cached slots in the ledger.
-    owner: Owner,
+pub struct SlotTree {
+    config: SlotTreeConfig,
+    slots: CachedSlots,
     state: Arc<RankedMutex<TreeState>>,
 }
+
+/// The largest page size: positions fit int32.
+const MAX_PAGE_SIZE: usize = (1 << 31) - 1;
 
 struct TreeState {
     tree: Tree,
@@ -109,60 +104,46 @@ struct TreeState {
     unreported: Vec<NodeHandle>,
 }
 
-impl PrefixTree {
+impl SlotTree {
     /// Creates an empty tree. It has the slots of `allocator`; without one, slots are plain numbers.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for a `page_size` of 0, and an allocator with pages of more than one slot.
-    pub fn new(config: PrefixTreeConfig, allocator: Option<Arc<TokenToKvPoolAllocator>>) -> Result<Self> {
-        super::at_least_one(&[("page_size", config.page_size)])?;
-        super::fits_int32("page_size", Some(config.page_size))?;
-        if let Some(size) = allocator.as_ref().map(|own| own.page_size()).filter(|&size| size != 1) {
-            return Err(Error::config(format!(
-                "the allocator has pages of {size} slots; a prefix tree has slots of an allocator with page_size \
-                 1, or no allocator"
-            )));
+    /// [`ErrorKind::Config`] for a `page_size` of 0 or beyond int32, and an allocator with pages of more than
+    /// one slot.
+    pub fn new(config: SlotTreeConfig, allocator: Option<Arc<TokenToKvPoolAllocator>>) -> Result<Self> {
+        if !(1..=MAX_PAGE_SIZE).contains(&config.page_size) {
+            let text = format!("page_size is {}; it must be within [1, 2**31)", config.page_size);
+            return Err(Error::config(text));
         }
-        check_memory(0)?;
-        let epoch = allocator.as_ref().map_or_else(Epoch::default, |allocator| allocator.lock().epoch());
-        let mut tree = new_tree(&config, allocator.as_deref());
+        let slots = CachedSlots::new(allocator, config.name.clone())?;
+        let mut tree = new_tree(&config);
         let root = tree.keep_root();
-        let owner = Owner::Text(config.name.clone());
-        let state = TreeState { tree, root, epoch, unreported: Vec::new() };
+        let state = TreeState { tree, root, epoch: slots.epoch(), unreported: Vec::new() };
         let state = Arc::new(RankedMutex::new(LockRank::Cache, state));
-        if let Some(allocator) = &allocator {
-            let reclaim: Arc<dyn Reclaim> = Arc::clone(&state) as _;
-            allocator.on_shortage(&reclaim);
-        }
-        Ok(Self { allocator, config, owner, state })
+        let reclaim: Arc<dyn Reclaim> = Arc::clone(&state) as _;
+        slots.report(&reclaim);
+        Ok(Self { config, slots, state })
     }
 
     /// Returns the settings of the tree.
     #[must_use]
-    pub const fn config(&self) -> &PrefixTreeConfig {
+    pub const fn config(&self) -> &SlotTreeConfig {
         &self.config
     }
 
     /// Returns the node at the end of no tokens.
     #[must_use]
-    pub fn root(&self, stream: Stream) -> NodeHandle {
-        self.current(stream).root
+    pub fn root(&self) -> NodeHandle {
+        self.current().root
     }
 
-    /// Finds the longest cached prefix of `tokens`, in whole pages and of at most `limit` tokens, and
-    /// refreshes it. Cuts a node in two if none ends there.
+    /// Finds the longest cached prefix of `tokens`, in whole pages, and refreshes it. Cuts a node in two if none ends there.
     ///
     /// # Errors
     /// [`ErrorKind::Argument`] for a number that is no token id; the error of tokens that cannot be read.
-    pub fn find(
-        &self,
-        namespace: &Namespace,
-        tokens: &dyn Tokens,
-        limit: usize,
-        stream: Stream,
-    ) -> Result<NodePrefix> {
-        let mut state = self.current(stream);
-        let node = state.tree.find_node(namespace, tokens, limit)?.unwrap_or(state.root);
+    pub fn find(&self, namespace: &Namespace, tokens: &dyn Tokens) -> Result<NodePrefix> {
+        let mut state = self.current();
+        let node = state.tree.find_node(namespace, tokens, usize::MAX)?.unwrap_or(state.root);
         Ok(NodePrefix { node, len: state.tree.end_of(node).expect("the node was found") })
     }
 
@@ -192,10 +173,10 @@ impl PrefixTree {
                 slots.len()
             )));
         }
-        let call = self.begin_call(stream);
-        let mut state = self.current(stream);
+        let call = self.slots.begin_call(stream);
+        let mut state = self.current();
         let state = &mut *state;
-        let pages = self.usable(slots)?;
+        let pages = self.slots.usable(slots)?;
         let len = pages.len();
         let plan = state.tree.plan_insertion(namespace, tokens, &pages)?;
         let cached = plan.found();
@@ -212,7 +193,7 @@ impl PrefixTree {
         let returned = state.tree.returned_pages(&plan)?;
         state.tree.check_memory_for(&plan, fresh.len())?;
         let new = &pages[state.tree.first_new_page(&plan)..];
-        call.as_ref().map_or(Ok(()), |slots| self.take(slots, state.epoch, new, &returned))?;
+        call.take(state.epoch, new, &returned)?;
         let mut removed_nodes = std::mem::take(&mut state.unreported);
         let node = state.tree.insert(namespace, plan, &fresh, &pages[cached..], &mut removed_nodes);
         Ok(Inserted { node, cached, len, removed_nodes })
@@ -222,8 +203,8 @@ impl PrefixTree {
     ///
     /// # Errors
     /// [`ErrorKind::Stale`] for a node that no longer exists.
-    pub fn lock(&self, node: NodeHandle, stream: Stream) -> Result<()> {
-        self.current(stream).tree.lock_node(node).ok_or_else(|| is_gone(node))
+    pub fn lock(&self, node: NodeHandle) -> Result<()> {
+        self.current().tree.lock_node(node).ok_or_else(|| is_gone(node))
     }
 
     /// Undoes one [`Self::lock`].
@@ -231,8 +212,8 @@ impl PrefixTree {
     /// # Errors
     /// [`ErrorKind::Stale`] for a node that no longer exists; [`ErrorKind::IndexOwnership`] for one
     /// that has no lock.
-    pub fn unlock(&self, node: NodeHandle, stream: Stream) -> Result<()> {
-        let mut state = self.current(stream);
+    pub fn unlock(&self, node: NodeHandle) -> Result<()> {
+        let mut state = self.current();
         let end = state.tree.end_of(node).ok_or_else(|| is_gone(node))?;
         state.tree.unlock_node(node).ok_or_else(|| {
             let text = format!("node {} at {end} tokens has no lock to undo", node.number());
@@ -244,8 +225,8 @@ impl PrefixTree {
     /// or nothing is evictable.
     #[expect(clippy::must_use_candidate, reason = "callers that make room need no number")]
     pub fn evict(&self, tokens: usize, stream: Stream) -> EvictedNodes {
-        let call = self.begin_call(stream);
-        let mut state = self.current(stream);
+        let call = self.slots.begin_call(stream);
+        let mut state = self.current();
         let mut all = EvictedNodes {
             freed: 0,
             slots: Vec::new(),
@@ -260,7 +241,7 @@ impl PrefixTree {
                 break;
             }
             // The next call reports the nodes that a clear of the allocator has removed.
-            let Some(freed) = self.give_back(call.as_ref(), state.epoch, &evicted.pages) else { break };
+            let Some(freed) = call.give_back(state.epoch, &evicted.pages) else { break };
             all.freed += freed;
             all.slots.extend(evicted.pages.iter().map(|page| page.number().cast_signed()));
         }
@@ -270,12 +251,12 @@ impl PrefixTree {
     /// Gives up everything, locked or not.
     #[expect(clippy::must_use_candidate, reason = "what was in it may be of no interest")]
     pub fn clear(&self, stream: Stream) -> EvictedNodes {
-        let call = self.begin_call(stream);
-        let mut state = self.current(stream);
+        let call = self.slots.begin_call(stream);
+        let mut state = self.current();
         let mut removed_nodes = std::mem::take(&mut state.unreported);
         removed_nodes.extend(state.tree.handles());
         let pages = self.replace_tree(&mut state).pages;
-        match self.give_back(call.as_ref(), state.epoch, &pages) {
+        match call.give_back(state.epoch, &pages) {
             None => EvictedNodes { freed: 0, slots: Vec::new(), removed_nodes },
             Some(freed) => {
                 let slots = pages.iter().map(|page| page.number().cast_signed()).collect();
@@ -284,123 +265,59 @@ impl PrefixTree {
         }
     }
 
-    /// Returns the slots of the tokens `from..` up to the end of a node: 1-D int32, valid on `stream`.
+    /// Returns the slots of the tokens up to the end of a node: 1-D, valid on `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Stale`] for a node that no longer exists; as
-    /// [`TokenToKvPoolAllocator::alloc`](super::TokenToKvPoolAllocator::alloc).
-    pub fn slots(&self, node: NodeHandle, from: usize, stream: Stream) -> Result<TensorView> {
-        let state = self.current(stream);
-        let end = state.tree.end_of(node).ok_or_else(|| is_gone(node))?;
-        let pages = state.tree.pages_of(node, from.min(end))?.expect("the node was found");
+    /// [`ErrorKind::Stale`] for a node that no longer exists; as [`TokenToKvPoolAllocator::alloc`].
+    pub fn slots(&self, node: NodeHandle, stream: Stream) -> Result<TensorView> {
+        let state = self.current();
+        let pages = state.tree.pages_of(node, 0)?.ok_or_else(|| is_gone(node))?;
         let mut slots = try_with_capacity(pages.len())?;
         slots.extend(pages.iter().map(|page| page.number().cast_signed()));
-        match &self.allocator {
-            Some(allocator) => allocator.lock().tensor_of(slots, stream),
-            None => Ok(TensorView::from_indices(IndexVec::I32(slots))),
-        }
+        self.slots.tensor_of(slots, stream)
     }
 
     /// Returns the present state of a node. The cost of this call grows with the number of nodes.
     ///
     /// # Errors
     /// [`ErrorKind::Stale`] for a node that no longer exists.
-    pub fn info(&self, node: NodeHandle, stream: Stream) -> Result<NodeInfo> {
-        self.current(stream).tree.info(node).ok_or_else(|| is_gone(node))
+    pub fn info(&self, node: NodeHandle) -> Result<NodeInfo> {
+        self.current().tree.info(node).ok_or_else(|| is_gone(node))
     }
 
     /// Returns the evictable and locked tokens, at the cost of a lock.
     #[must_use]
-    pub fn sizes(&self, stream: Stream) -> CachedSizes {
-        let state = self.current(stream);
+    pub fn sizes(&self) -> CachedSizes {
+        let state = self.current();
         CachedSizes { evictable: state.tree.evictable(), locked: state.tree.locked() }
     }
 
     /// Returns the statistics of the tree, in tokens.
     #[must_use]
-    pub fn tree_stats(&self, stream: Stream) -> TreeStats {
-        self.current(stream).tree.stats()
+    pub fn tree_stats(&self) -> TreeStats {
+        self.current().tree.stats()
     }
 
     /// Checks every invariant.
     ///
     /// # Errors
     /// [`ErrorKind::IndexOwnership`] with the broken invariant.
-    pub fn verify(&self, stream: Stream) -> Result<()> {
-        let state = self.current(stream);
+    pub fn verify(&self) -> Result<()> {
+        let state = self.current();
         let cached = state.tree.stats().cached;
-        let owned = self.allocator.as_ref().map_or(cached, |allocator| {
-            let slots = allocator.lock();
-            if slots.epoch() == state.epoch { slots.stats().cached } else { cached }
-        });
+        let owned = self.slots.cached(state.epoch).unwrap_or(cached);
         let fault = state.tree.broken_invariant().or_else(|| {
             (cached > owned).then(|| format!("{cached} slots are cached, the tree owns {owned}"))
         });
         fault.map_or(Ok(()), |fault| {
-            Err(Error::new(ErrorKind::IndexOwnership, format!("the prefix tree is inconsistent: {fault}")))
+            Err(Error::new(ErrorKind::IndexOwnership, format!("the tree is inconsistent: {fault}")))
         })
-    }
-
-    /// Returns the slots before the first that is not allocated.
-    fn usable(&self, slots: &IndexVec) -> Result<Vec<Page>> {
-        let count = match &self.allocator {
-            None => slots.len(),
-            Some(allocator) => {
-                allocator.inspect(|all| all.is_allocated(slots).take_while(|is_live| *is_live).count())
-            }
-        };
-        let mut pages = try_with_capacity(count)?;
-        for (position, slot) in slots.iter().take(count).enumerate() {
-            let page = i32::try_from(slot).ok().and_then(|slot| u32::try_from(slot).ok());
-            pages.push(Page::new(page.ok_or_else(|| {
-                Error::argument(format!("slot {slot} at position {position} is outside [0, 2**31)"))
-                    .with_index(slot)
-            })?));
-        }
-        Ok(pages)
-    }
-
-    /// Begins a call of the allocator, if the tree has one. Do so before [`Self::current`].
-    fn begin_call(&self, stream: Stream) -> Option<AllocatorCall<'_>> {
-        self.allocator.as_ref().map(|allocator| allocator.begin_call(stream))
-    }
-
-    /// Makes the tree the owner of `new` slots in place of the caller, and the caller that of `returned`
-    /// ones.
-    fn take(&self, slots: &AllocatorCall<'_>, epoch: Epoch, new: &[Page], returned: &[Page]) -> Result<()> {
-        let taken = slots.change(epoch, |mut slots| {
-            let returned_runs = try_collect(returned.iter().map(|&start| Run { start, len: 1 }))?;
-            slots.slots_mut().retain(&returned_runs)?;
-            if let Err(error) = slots.slots_mut().cache(new, &[], &self.owner) {
-                slots.slots_mut().undo_pages(&returned_runs);
-                return Err(error);
-            }
-            slots.slots_mut().release_cached(returned, None, &self.owner);
-            Ok(())
-        })?;
-        taken.ok_or_else(|| {
-            let text =
-                "the allocator was cleared during an insertion; the slots are not the caller's any more";
-            Error::stale(text)
-        })
-    }
-
-    /// Returns slots of the tree to the allocator. Returns the number of slots that became free; `None` if
-    /// `epoch` is over, and the allocator has them already.
-    fn give_back(&self, slots: Option<&AllocatorCall<'_>>, epoch: Epoch, pages: &[Page]) -> Option<usize> {
-        let Some(slots) = slots else { return Some(pages.len()) };
-        let freed = slots.change(epoch, |mut slots| {
-            let before = slots.slots().available();
-            slots.slots_mut().release_cached(pages, None, &self.owner);
-            Ok(slots.slots().available() - before)
-        });
-        freed.expect("giving back cannot fail")
     }
 
     /// Locks the tree, which is emptied if the allocator was cleared.
-    fn current(&self, _stream: Stream) -> RankedGuard<'_, TreeState> {
+    fn current(&self) -> RankedGuard<'_, TreeState> {
         let mut state = self.state.lock();
-        let epoch = self.allocator.as_ref().map_or_else(Epoch::default, |allocator| allocator.lock().epoch());
+        let epoch = self.slots.epoch();
         if state.epoch != epoch {
             state.epoch = epoch;
             let removed_nodes = state.tree.handles();
@@ -413,21 +330,19 @@ impl PrefixTree {
 
     /// Replaces the tree by an empty one. Returns the contents of the old one.
     fn replace_tree(&self, state: &mut TreeState) -> Evicted {
-        let fresh = new_tree(&self.config, self.allocator.as_deref()).after(&state.tree);
+        let fresh = new_tree(&self.config).after(&state.tree);
         let mut old = std::mem::replace(&mut state.tree, fresh);
         state.root = state.tree.keep_root();
         old.take_all()
     }
 }
 
-impl Drop for PrefixTree {
+impl Drop for SlotTree {
     fn drop(&mut self) {
-        let device = self.allocator.as_deref().map_or(Device::Cpu, TokenToKvPoolAllocator::device);
-        let stream = Stream::default_of(device);
-        let call = self.begin_call(stream);
-        let mut state = self.current(stream);
+        let call = self.slots.begin_call(Stream::default_of(self.slots.device()));
+        let mut state = self.current();
         let pages = state.tree.take_all().pages;
-        self.give_back(call.as_ref(), state.epoch, &pages);
+        let _ = call.give_back(state.epoch, &pages);
     }
 }
 
@@ -446,17 +361,16 @@ impl Reclaim for RankedMutex<TreeState> {
     }
 }
 
-impl fmt::Debug for PrefixTree {
+impl fmt::Debug for SlotTree {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PrefixTree").field("config", &self.config).finish_non_exhaustive()
+        f.debug_struct("SlotTree").field("config", &self.config).finish_non_exhaustive()
     }
 }
 
-fn new_tree(config: &PrefixTreeConfig, allocator: Option<&TokenToKvPoolAllocator>) -> Tree {
-    /// The capacity in tokens for which a learning policy keeps records if there is no allocator.
+fn new_tree(config: &SlotTreeConfig) -> Tree {
+    /// The capacity in tokens, which this policy does not use.
     const TOKENS: u64 = 1 << 20;
-    let capacity = allocator.map_or(TOKENS, |allocator| allocator.stats().capacity as u64);
-    let policy = config.policy.policy(capacity, BlockTokens::of_page_size(1));
+    let policy = PolicyKind::Lru.policy(TOKENS, BlockTokens::of_page_size(1));
     Tree::new(1, ResumeAt::AnyPage, policy).with_match_unit(config.page_size)
 }
 

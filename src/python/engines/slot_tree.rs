@@ -1,4 +1,4 @@
-//! `kvpool.PrefixTree` and its results.
+//! `SlotTree` and its results, for the adapter of pymllm's prefix cache.
 
 use std::sync::Arc;
 
@@ -8,22 +8,20 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::base::{Device, Error, Id, IndexVec};
-use crate::cache::{NodeHandle, NodeInfo, PolicyKind};
+use crate::cache::{NodeHandle, NodeInfo};
+use crate::engines::{EvictedNodes, Inserted, NodePrefix, SlotTree as Tree, SlotTreeConfig};
 use crate::index::CallGuard;
 use crate::memory::Stream;
-use crate::pool::{EvictedNodes, Inserted, NodePrefix, PrefixTree as Tree, PrefixTreeConfig};
+use crate::python::args::{self, Arg};
+use crate::python::export::to_tensor;
+use crate::python::framework::current_stream;
+use crate::python::page_keys::namespace_of;
+use crate::python::pool_name::PoolName;
+use crate::python::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
+use crate::python::tokens::with_tokens;
 use crate::tensor::TensorView;
 
-use super::args::{self, Arg};
-use super::export::to_tensor;
-use super::framework::current_stream;
-use super::page_keys::namespace_of;
-use super::pool_name::PoolName;
-use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
-use super::tokens::with_tokens;
-
-/// The tree of a prefix cache, with access to its nodes, for engines that hold nodes, lock them and evict by
-/// themselves. Otherwise use `PrefixCache`, which has leases and evicts when an allocation is short.
+/// Finds slots by tokens for an engine that holds nodes, locks them and evicts by itself, and owns the slots.
 ///
 /// A node is a run of tokens with their slots. Its number is an int below 2**63 that no other node of the
 /// tree ever has. When a node is split, the deeper half keeps its number, its end and its locks. Prefixes are
@@ -44,19 +42,18 @@ use super::tokens::with_tokens;
 ///         caller, and evicted ones are only listed; then only `verify` checks that slots differ, not each
 ///         insertion.
 ///     page_size: Tokens that are found together.
-///     policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
 ///     name: The owner of cached slots in reports. Defaults to the class name and a number.
 ///
 /// Raises:
-///     ConfigError: If `page_size` is 0, `policy` is unknown, or the allocator has pages of more than one slot.
-#[pyclass(frozen, module = "kvpool", name = "PrefixTree", weakref)]
-pub(super) struct PrefixTree {
+///     ConfigError: If `page_size` is 0, or the allocator has pages of more than one slot.
+#[pyclass(frozen, module = "kvpool._kvpool", name = "SlotTree", weakref)]
+pub(in crate::python) struct SlotTree {
     tree: Tree,
     allocator: Option<Py<TokenToKvPoolAllocator>>,
     device: Device,
 }
 
-impl PrefixTree {
+impl SlotTree {
     fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
         current_stream(py, self.device)
     }
@@ -79,20 +76,18 @@ fn numbers(nodes: &[NodeHandle]) -> Vec<u64> {
 }
 
 #[pymethods]
-impl PrefixTree {
+impl SlotTree {
     #[new]
-    #[pyo3(signature = (allocator=None, *, page_size=Arg::Missing, policy="lru", name=None),
-           text_signature = "(allocator=None, *, page_size=1, policy='lru', name=None)")]
+    #[pyo3(signature = (allocator=None, *, page_size=Arg::Missing, name=None),
+           text_signature = "(allocator=None, *, page_size=1, name=None)")]
     fn new(
         allocator: Option<Py<TokenToKvPoolAllocator>>,
         page_size: Arg<'_>,
-        policy: &str,
         name: Option<String>,
     ) -> PyResult<Self> {
-        let config = PrefixTreeConfig {
+        let config = SlotTreeConfig {
             page_size: page_size.size("page_size", 1)?,
-            policy: PolicyKind::parse(policy)?,
-            name: name.unwrap_or_else(|| PoolName::next("PrefixTree").to_string()),
+            name: name.unwrap_or_else(|| PoolName::next("SlotTree").to_string()),
         };
         let pool = allocator.as_ref().map(|allocator| Arc::clone(&allocator.get().pool));
         let device = pool.as_ref().map_or(Device::Cpu, |pool| pool.device());
@@ -104,23 +99,18 @@ impl PrefixTree {
     /// Args:
     ///     tokens: Token ids of the prompt.
     ///     namespace: A str, bytes or an int; `None` is a namespace of its own.
-    ///     limit: Maximum length in tokens.
     ///
     /// Raises:
-    ///     ArgumentError: If a token is outside of [0, 2**31), or `limit` is negative.
+    ///     ArgumentError: If a token is outside of [0, 2**31).
     ///     TypeError: If `tokens` are not ints, or `namespace` is of another type.
-    #[pyo3(signature = (tokens, *, namespace=None, limit=None))]
+    #[pyo3(signature = (tokens, *, namespace=None))]
     fn r#match(
         &self,
-        py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
         namespace: Option<&Bound<'_, PyAny>>,
-        limit: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<TreeMatch> {
+    ) -> PyResult<SlotTreeMatch> {
         let namespace = namespace_of(namespace)?;
-        let limit = limit.map_or(Ok(usize::MAX), |limit| args::count("limit", limit))?;
-        let stream = self.stream(py)?;
-        with_tokens(tokens, |tokens| Ok(TreeMatch(self.tree.find(&namespace, tokens, limit, stream)?)))
+        with_tokens(tokens, |tokens| Ok(SlotTreeMatch(self.tree.find(&namespace, tokens)?)))
     }
 
     /// Adds tokens with their slots, up to the first slot that is 0 or not allocated.
@@ -143,20 +133,22 @@ impl PrefixTree {
         tokens: &Bound<'_, PyAny>,
         slots: &Bound<'_, PyAny>,
         namespace: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<TreeInsertion> {
+    ) -> PyResult<SlotTreeInsertion> {
         let namespace = namespace_of(namespace)?;
         let slots = args::indices(slots)?.values(py)?;
         let _acting = self.begin(py)?;
         let stream = self.stream(py)?;
-        with_tokens(tokens, |tokens| Ok(TreeInsertion(self.tree.insert(&namespace, tokens, &slots, stream)?)))
+        with_tokens(tokens, |tokens| {
+            Ok(SlotTreeInsertion(self.tree.insert(&namespace, tokens, &slots, stream)?))
+        })
     }
 
     /// Keeps a node and its ancestors from being evicted. Locks of a node are counted.
     ///
     /// Raises:
     ///     StaleError: If the node was evicted.
-    fn lock(&self, py: Python<'_>, node: &Bound<'_, PyAny>) -> PyResult<()> {
-        Ok(self.tree.lock(node_of(node)?, self.stream(py)?)?)
+    fn lock(&self, node: &Bound<'_, PyAny>) -> PyResult<()> {
+        Ok(self.tree.lock(node_of(node)?)?)
     }
 
     /// Undoes one `lock` of a node.
@@ -164,8 +156,8 @@ impl PrefixTree {
     /// Raises:
     ///     StaleError: If the node was evicted.
     ///     IndexOwnershipError: If the node has no lock. Nothing is changed.
-    fn unlock(&self, py: Python<'_>, node: &Bound<'_, PyAny>) -> PyResult<()> {
-        Ok(self.tree.unlock(node_of(node)?, self.stream(py)?)?)
+    fn unlock(&self, node: &Bound<'_, PyAny>) -> PyResult<()> {
+        Ok(self.tree.unlock(node_of(node)?)?)
     }
 
     /// Evicts whole nodes, ends of prefixes first, until at least `tokens` slots became free or nothing is
@@ -173,16 +165,16 @@ impl PrefixTree {
     ///
     /// Raises:
     ///     ArgumentError: If `tokens` is negative.
-    fn evict(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>) -> PyResult<TreeEviction> {
+    fn evict(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>) -> PyResult<SlotTreeEviction> {
         let tokens = args::count("tokens", tokens)?;
         let _acting = self.begin(py)?;
-        Ok(TreeEviction(self.tree.evict(tokens, self.stream(py)?)))
+        Ok(SlotTreeEviction(self.tree.evict(tokens, self.stream(py)?)))
     }
 
     /// Gives up every node, locked or not, and frees the slots.
-    fn clear(&self, py: Python<'_>) -> PyResult<TreeEviction> {
+    fn clear(&self, py: Python<'_>) -> PyResult<SlotTreeEviction> {
         let _acting = self.begin(py)?;
-        Ok(TreeEviction(self.tree.clear(self.stream(py)?)))
+        Ok(SlotTreeEviction(self.tree.clear(self.stream(py)?)))
     }
 
     /// Returns the slots of a prefix: 1-D in the allocator's `index_dtype`, on its device, or in host memory
@@ -190,52 +182,47 @@ impl PrefixTree {
     ///
     /// Args:
     ///     node: The node at the end of the prefix.
-    ///     start: The position of the first slot.
     ///
     /// Raises:
     ///     StaleError: If the node was evicted.
-    ///     ArgumentError: If `start` is negative.
-    #[pyo3(signature = (node, start=Arg::Missing), text_signature = "($self, node, start=0)")]
-    fn slots(&self, py: Python<'_>, node: &Bound<'_, PyAny>, start: Arg<'_>) -> PyResult<Py<PyAny>> {
-        let (node, start) = (node_of(node)?, start.count("start", 0)?);
-        to_tensor(py, &self.tree.slots(node, start, self.stream(py)?)?)
+    fn slots(&self, py: Python<'_>, node: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        to_tensor(py, &self.tree.slots(node_of(node)?, self.stream(py)?)?)
     }
 
     /// Describes a node as it is now. This is a call for debugging, because it looks at every node.
     ///
     /// Raises:
     ///     StaleError: If the node was evicted.
-    fn node(&self, py: Python<'_>, node: &Bound<'_, PyAny>) -> PyResult<TreeNode> {
-        let name = node_of(node)?;
-        Ok(TreeNode { name, info: self.tree.info(name, self.stream(py)?)? })
+    fn node(&self, node: &Bound<'_, PyAny>) -> PyResult<SlotTreeNode> {
+        Ok(SlotTreeNode(self.tree.info(node_of(node)?)?))
     }
 
     /// The root node, which is the end of the empty prefix. It changes when the tree is cleared.
     #[getter]
-    fn root(&self, py: Python<'_>) -> PyResult<u64> {
-        Ok(self.tree.root(self.stream(py)?).number())
+    fn root(&self) -> u64 {
+        self.tree.root().number()
     }
 
     /// Returns the number of cached tokens.
-    fn cached_size(&self, py: Python<'_>) -> PyResult<usize> {
-        let sizes = self.tree.sizes(self.stream(py)?);
-        Ok(sizes.evictable + sizes.locked)
+    fn cached_size(&self) -> usize {
+        let sizes = self.tree.sizes();
+        sizes.evictable + sizes.locked
     }
 
     /// Returns the number of cached tokens that no lock keeps, those of inner nodes included.
-    fn evictable_size(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.tree.sizes(self.stream(py)?).evictable)
+    fn evictable_size(&self) -> usize {
+        self.tree.sizes().evictable
     }
 
     /// Returns the number of cached tokens that locks keep.
-    fn locked_size(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.tree.sizes(self.stream(py)?).locked)
+    fn locked_size(&self) -> usize {
+        self.tree.sizes().locked
     }
 
     /// Returns the statistics of the tree: `cached`, `evictable` and `locked` in tokens, `nodes`, and the
     /// `bytes` of the bookkeeping.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.tree.tree_stats(self.stream(py)?);
+        let stats = self.tree.tree_stats();
         let all = PyDict::new(py);
         all.set_item("cached", stats.cached)?;
         all.set_item("evictable", stats.evictable)?;
@@ -249,38 +236,8 @@ impl PrefixTree {
     ///
     /// Raises:
     ///     IndexOwnershipError: If a check fails, with a description.
-    fn verify(&self, py: Python<'_>) -> PyResult<()> {
-        Ok(self.tree.verify(self.stream(py)?)?)
-    }
-
-    /// The allocator of the slots, if there is one.
-    #[getter]
-    fn allocator(&self, py: Python<'_>) -> Option<Py<TokenToKvPoolAllocator>> {
-        self.allocator.as_ref().map(|allocator| allocator.clone_ref(py))
-    }
-
-    /// Tokens that are found together.
-    #[getter]
-    fn page_size(&self) -> usize {
-        self.tree.config().page_size
-    }
-
-    /// The name of the policy.
-    #[getter]
-    fn policy(&self) -> &'static str {
-        self.tree.config().policy.name()
-    }
-
-    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let sizes = self.tree.sizes(self.stream(py)?);
-        Ok(format!(
-            "PrefixTree(page_size={}, policy='{}', cached={}, locked={}, device='{}')",
-            self.page_size(),
-            self.policy(),
-            sizes.evictable + sizes.locked,
-            sizes.locked,
-            self.device
-        ))
+    fn verify(&self) -> PyResult<()> {
+        Ok(self.tree.verify()?)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
@@ -288,12 +245,12 @@ impl PrefixTree {
     }
 }
 
-/// A prefix that `PrefixTree.match` found.
-#[pyclass(frozen, module = "kvpool", name = "TreeMatch")]
-pub(super) struct TreeMatch(NodePrefix);
+/// A prefix that `SlotTree.match` found.
+#[pyclass(frozen, module = "kvpool._kvpool", name = "SlotTreeMatch")]
+pub(in crate::python) struct SlotTreeMatch(NodePrefix);
 
 #[pymethods]
-impl TreeMatch {
+impl SlotTreeMatch {
     /// The node that ends where the prefix ends; the root if nothing was found.
     #[getter]
     const fn node(&self) -> u64 {
@@ -305,18 +262,14 @@ impl TreeMatch {
     const fn length(&self) -> usize {
         self.0.len
     }
-
-    fn __repr__(&self) -> String {
-        format!("TreeMatch(node={}, length={})", self.node(), self.length())
-    }
 }
 
-/// The result of `PrefixTree.insert`.
-#[pyclass(frozen, module = "kvpool", name = "TreeInsertion")]
-pub(super) struct TreeInsertion(Inserted);
+/// The result of `SlotTree.insert`.
+#[pyclass(frozen, module = "kvpool._kvpool", name = "SlotTreeInsertion")]
+pub(in crate::python) struct SlotTreeInsertion(Inserted);
 
 #[pymethods]
-impl TreeInsertion {
+impl SlotTreeInsertion {
     /// The node that ends where the inserted tokens end.
     #[getter]
     const fn node(&self) -> u64 {
@@ -341,18 +294,14 @@ impl TreeInsertion {
     fn removed_nodes(&self) -> Vec<u64> {
         numbers(&self.0.removed_nodes)
     }
-
-    fn __repr__(&self) -> String {
-        format!("TreeInsertion(node={}, cached={}, length={})", self.node(), self.cached(), self.length())
-    }
 }
 
-/// The result of `PrefixTree.evict` and `PrefixTree.clear`.
-#[pyclass(frozen, module = "kvpool", name = "TreeEviction")]
-pub(super) struct TreeEviction(EvictedNodes);
+/// The result of `SlotTree.evict` and `SlotTree.clear`.
+#[pyclass(frozen, module = "kvpool._kvpool", name = "SlotTreeEviction")]
+pub(in crate::python) struct SlotTreeEviction(EvictedNodes);
 
 #[pymethods]
-impl TreeEviction {
+impl SlotTreeEviction {
     /// Slots that became free.
     #[getter]
     const fn tokens(&self) -> usize {
@@ -371,58 +320,41 @@ impl TreeEviction {
     fn slots(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_tensor(py, &TensorView::from_indices(IndexVec::I32(self.0.slots.clone())))
     }
-
-    fn __repr__(&self) -> String {
-        format!("TreeEviction(tokens={}, removed_nodes={})", self.tokens(), self.0.removed_nodes.len())
-    }
 }
 
-/// A node of a `PrefixTree` at the time of `PrefixTree.node`.
-#[pyclass(frozen, module = "kvpool", name = "TreeNode")]
-pub(super) struct TreeNode {
-    name: NodeHandle,
-    info: NodeInfo,
-}
+/// A node of a `SlotTree` at the time of `SlotTree.node`.
+#[pyclass(frozen, module = "kvpool._kvpool", name = "SlotTreeNode")]
+pub(in crate::python) struct SlotTreeNode(NodeInfo);
 
 #[pymethods]
-impl TreeNode {
-    /// The number of the node.
-    #[getter]
-    const fn node(&self) -> u64 {
-        self.name.number()
-    }
-
+impl SlotTreeNode {
     /// The parent node; `None` for a root.
     #[getter]
     fn parent(&self) -> Option<u64> {
-        self.info.parent.map(NodeHandle::number)
+        self.0.parent.map(NodeHandle::number)
     }
 
     /// The child nodes.
     #[getter]
     fn children(&self) -> Vec<u64> {
-        numbers(&self.info.children)
+        numbers(&self.0.children)
     }
 
     /// The node's own tokens, without those of its ancestors.
     #[getter]
     fn tokens(&self) -> Vec<i32> {
-        self.info.tokens.clone()
+        self.0.tokens.clone()
     }
 
     /// The slots of its own tokens.
     #[getter]
     fn slots(&self) -> Vec<u32> {
-        self.info.pages.iter().map(|page| page.number()).collect()
+        self.0.pages.iter().map(|page| page.number()).collect()
     }
 
     /// Locks of the node and of all its descendants.
     #[getter]
     const fn locks(&self) -> usize {
-        self.info.locks
-    }
-
-    fn __repr__(&self) -> String {
-        format!("TreeNode(node={}, tokens={}, locks={})", self.node(), self.info.tokens.len(), self.locks())
+        self.0.locks
     }
 }
