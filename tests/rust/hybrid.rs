@@ -4,8 +4,8 @@ use kvpool::base::{EngineSlot, Id};
 use kvpool::cache::{Namespace, NodeHandle};
 use kvpool::engines::hybrid::{
     Action, EvictionOrder, Frees, HybridConfig, HybridTree, Insert, InsertResult, Match, NotLocked,
-    PageDigest, Part, Receipt, SecondOwners, Sizes, SkippedParts, StateConfig, StateRelease, Victim,
-    WindowConfig, WindowRelease,
+    PageDigest, Part, Receipt, SecondOwners, Sizes, SkippedParts, StateConfig, StateRelease, TokenRun,
+    Victim, WindowConfig, WindowRelease,
 };
 
 /// Values of the slots `begin..`, one a token.
@@ -643,4 +643,33 @@ fn nodes_with_common_prefixes_are_together() {
     }
     nodes.push(tree.root());
     assert_eq!(tree.by_common_prefix(&nodes).unwrap(), [1, 3, 4, 0, 2, 5]);
+}
+
+#[test]
+fn a_place_is_used_without_what_follows_it() {
+    let mut tree = HybridTree::new(PLAIN);
+    let (deep, _) = put(&mut tree, &[1, 2, 3, 4], 10, Insert::default());
+    let (other, _) = put(&mut tree, &[5], 20, Insert::default());
+    let prompt: &[i64] = &[1, 2, 9];
+    let place = tree.place_of(&Namespace::Unnamed, &prompt);
+    assert_eq!((place.len(), place.is_empty(), tree.tokens_to_move(&place)), (2, false, 4));
+    assert_eq!(tree.node_before(&place), tree.root());
+    let front = tree.use_place(place);
+    let tokens = TokenRun::Narrow(vec![9]);
+    let added = tree.add(front, &Namespace::Unnamed, tokens, slots(30, 1)).expect("a node");
+    assert_eq!(tree.slots_between(added, tree.root()).expect("a node"), at([10, 11, 30]));
+    assert_eq!((tree.broken_invariant(), find(&mut tree, prompt).len), (None, 3));
+    assert_eq!((tree.locks(added, Part::Full), tree.locks(NodeHandle::new(99), Part::Full)), (Some(0), None));
+    assert!(tree.place_of(&Namespace::Number(7), &prompt).is_empty());
+    assert_eq!(tree.evict_full(9).nodes, [deep.node, other.node, added, front]);
+    assert_eq!(tree.add(front, &Namespace::Unnamed, TokenRun::Narrow(vec![9]), slots(30, 1)), None);
+}
+
+#[test]
+fn a_tree_whose_caller_knows_the_owners_looks_for_none() {
+    let mut tree = HybridTree::new(PLAIN).without_owners();
+    put(&mut tree, &[1, 2], 10, Insert::default());
+    put(&mut tree, &[3, 4], 10, Insert::default());
+    assert_eq!(tree.second_owners(), SecondOwners::default());
+    assert_eq!(tree.evict_full(9).count(Part::Full), 4);
 }

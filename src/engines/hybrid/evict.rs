@@ -1,7 +1,7 @@
 //! Eviction in steps: the engine frees the values of one step before it asks for the next.
 
 use super::{HybridTree, NodeHandle, NodeId, PageDigest, Part, ROOT};
-use crate::base::EngineSlot;
+use crate::base::{EngineSlot, prefetch};
 use crate::cache::Namespace;
 
 /// Slots and states that the tree has removed, for the engine to free.
@@ -16,7 +16,9 @@ pub struct Frees {
     pub state: Vec<EngineSlot>,
     /// The numbers of removed values, by part.
     pub counts: [usize; 3],
-    /// The removed nodes whose pages have hashes.
+    /// The removed nodes, in the order of their removal.
+    pub nodes: Vec<NodeHandle>,
+    /// Those of them whose pages have hashes.
     pub removed: Vec<RemovedNode>,
 }
 
@@ -64,6 +66,12 @@ struct Eviction {
     /// last.
     proposed: Vec<NodeHandle>,
 }
+
+/// How many evictions pass between two prefetches of leaves.
+const NODES_AHEAD: usize = 8;
+
+/// After how many evictions the first leaves are prefetched: a call that evicts one needs none.
+const FETCH_AT: usize = 1;
 
 #[derive(Debug, Default)]
 pub(super) struct Evictions([Option<Eviction>; 3]);
@@ -173,12 +181,28 @@ impl HybridTree {
     /// nothing evictable is left.
     pub fn evict_full(&mut self, wanted: usize) -> Frees {
         let mut frees = Frees::default();
+        frees.full.reserve(wanted.min(self.sizes(Part::Full).evictable));
         while frees.count(Part::Full) < wanted
             && let Some(id) = self.queue.first()
         {
+            if frees.nodes.len() % NODES_AHEAD == FETCH_AT {
+                self.fetch_leaves();
+            }
             self.evict(id, &mut frees);
         }
         frees
+    }
+
+    /// Prefetches the leaves that will probably be evicted next.
+    fn fetch_leaves(&self) {
+        for leaf in self.queue.iter().take(2 * NODES_AHEAD) {
+            let node = self.node(leaf);
+            prefetch(&node.parent);
+            prefetch(&node.tokens);
+            prefetch(&node.values);
+            prefetch(&node.locks);
+            prefetch(&node.hashes);
+        }
     }
 
     fn evict(&mut self, id: NodeId, frees: &mut Frees) {
@@ -192,6 +216,7 @@ impl HybridTree {
             let name = self.namespaces.name(self.node(id).namespace);
             frees.removed.push(RemovedNode { name, hashes });
         }
+        frees.nodes.push(self.handle(id));
         self.remove(id);
     }
 
@@ -238,5 +263,5 @@ impl HybridTree {
 }
 
 fn append(all: &mut Vec<EngineSlot>, mut more: Vec<EngineSlot>) {
-    if all.is_empty() { *all = more } else { all.append(&mut more) }
+    if all.is_empty() && all.capacity() <= more.len() { *all = more } else { all.append(&mut more) }
 }

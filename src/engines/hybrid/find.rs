@@ -30,6 +30,7 @@ struct Coverage {
 }
 
 /// Where a walk down ended.
+#[derive(Debug)]
 pub(super) struct WalkEnd {
     pub(super) node: NodeId,
     pub(super) len: usize,
@@ -159,7 +160,7 @@ impl HybridTree {
     }
 
     /// Records a use of a node and its ancestors, the node itself being used last.
-    fn touch_path(&mut self, id: NodeId) {
+    pub(super) fn touch_path(&mut self, id: NodeId) {
         let now = self.tick();
         let (mut at, mut steps) = (id, 0);
         loop {

@@ -67,6 +67,10 @@ impl Queue {
         self.0.first().map(|&(_, leaf)| leaf)
     }
 
+    pub(super) fn iter(&self) -> impl Iterator<Item = NodeId> + '_ {
+        self.0.iter().map(|&(_, leaf)| leaf)
+    }
+
     pub(super) fn len(&self) -> usize {
         self.0.len()
     }

@@ -53,6 +53,8 @@ impl SlotSet {
 /// The slots of a tree, and what was found to have two owners.
 #[derive(Debug, Default)]
 pub(super) struct SlotOwners {
+    /// Whether nothing is recorded.
+    is_off: bool,
     slots: SlotSet,
     second: SecondOwners,
 }
@@ -76,6 +78,9 @@ impl SecondOwners {
 impl SlotOwners {
     /// Records slots that a node has from now on.
     pub(super) fn record_adopted(&mut self, slots: &[EngineSlot]) {
+        if self.is_off {
+            return;
+        }
         for &slot in slots {
             if !self.slots.insert(slot) {
                 self.second.add(slot);
@@ -85,6 +90,9 @@ impl SlotOwners {
 
     /// Records slots that no node has any longer.
     pub(super) fn record_removed(&mut self, slots: &[EngineSlot]) {
+        if self.is_off {
+            return;
+        }
         for &slot in slots {
             self.slots.remove(slot);
         }
@@ -117,6 +125,13 @@ impl HybridTree {
     #[must_use]
     pub const fn second_owners(&self) -> SecondOwners {
         self.owners.second
+    }
+
+    /// Stops looking for slots with two owners, in an empty tree whose caller rules them out.
+    #[must_use]
+    pub fn without_owners(mut self) -> Self {
+        self.owners.is_off = true;
+        self
     }
 
     /// Records the slots of duplicates, as far as they can be read.

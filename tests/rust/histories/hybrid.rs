@@ -482,6 +482,7 @@ impl Hybrid {
     /// Frees what the tree has removed: nothing may be locked, and everything must be removed once.
     fn apply(&mut self, frees: Frees) {
         assert_eq!(frees.counts, [frees.full.len(), frees.window.len(), frees.state.len()]);
+        assert!(!frees.nodes.iter().any(|&node| self.tree.contains(node)), "nodes that are gone");
         for slot in frees.window {
             assert_eq!(self.locks(Part::Window, &self.key_of(slot)), 0);
             assert!(self.windows.remove(&slot).is_some(), "{slot:?} has a window");
