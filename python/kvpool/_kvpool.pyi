@@ -2380,7 +2380,7 @@ class SlotTree:
         """Returns the number of cached tokens that locks keep."""
     def stats(self) -> dict[str, int]:
         """Returns the statistics of the tree: `cached`, `evictable` and `locked` in tokens, `nodes`, and the
-        `bytes` of the bookkeeping.
+        `bytes` of the bookkeeping. Looks at every node.
         """
     def verify(self) -> None:
         """Checks every invariant of the tree.

@@ -29,4 +29,4 @@ pub use offload_table::{
     NamedChunk, OffloadChange, OffloadConfig, OffloadCounts, OffloadEvent, OffloadRequest, OffloadStage,
     OffloadTable, OffloadedChunk, StorePlan,
 };
-pub use slot_tree::{EvictedNodes, Inserted, NodePrefix, SlotTree, SlotTreeConfig};
+pub use slot_tree::{EvictedNodes, Inserted, NodePrefix, SlotNode, SlotTree, SlotTreeConfig, SlotTreeStats};

@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::base::{Device, Error, Id, IndexVec};
-use crate::cache::{NodeHandle, NodeInfo};
-use crate::engines::{EvictedNodes, Inserted, NodePrefix, SlotTree as Tree, SlotTreeConfig};
+use crate::cache::NodeHandle;
+use crate::engines::{EvictedNodes, Inserted, NodePrefix, SlotNode, SlotTree as Tree, SlotTreeConfig};
 use crate::index::CallGuard;
 use crate::memory::Stream;
 use crate::python::args::{self, Arg};
@@ -220,13 +220,13 @@ impl SlotTree {
     }
 
     /// Returns the statistics of the tree: `cached`, `evictable` and `locked` in tokens, `nodes`, and the
-    /// `bytes` of the bookkeeping.
+    /// `bytes` of the bookkeeping. Looks at every node.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.tree.tree_stats();
+        let stats = self.tree.stats();
         let all = PyDict::new(py);
-        all.set_item("cached", stats.cached)?;
-        all.set_item("evictable", stats.evictable)?;
-        all.set_item("locked", stats.locked)?;
+        all.set_item("cached", stats.sizes.evictable + stats.sizes.locked)?;
+        all.set_item("evictable", stats.sizes.evictable)?;
+        all.set_item("locked", stats.sizes.locked)?;
         all.set_item("nodes", stats.nodes)?;
         all.set_item("bytes", stats.bytes)?;
         Ok(all)
@@ -324,7 +324,7 @@ impl SlotTreeEviction {
 
 /// A node of a `SlotTree` at the time of `SlotTree.node`.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "SlotTreeNode")]
-pub(in crate::python) struct SlotTreeNode(NodeInfo);
+pub(in crate::python) struct SlotTreeNode(SlotNode);
 
 #[pymethods]
 impl SlotTreeNode {
@@ -349,7 +349,7 @@ impl SlotTreeNode {
     /// The slots of its own tokens.
     #[getter]
     fn slots(&self) -> Vec<u32> {
-        self.0.pages.iter().map(|page| page.number()).collect()
+        self.0.slots.iter().map(|slot| slot.number()).collect()
     }
 
     /// Locks of the node and of all its descendants.
