@@ -7,7 +7,7 @@
 //! | for | use |
 //! |---|---|
 //! | finding, holding, adding and evicting prefixes | [`Tree`], [`Hold`] |
-//! | the same by nodes, for engines that hold those | [`NodeHandle`], [`Insertion`] |
+//! | names of nodes, for trees of engines | [`NodeHandle`] |
 //! | the order of eviction | [`Policy`], one small type each |
 //! | token ids of a caller, compared in place | [`Tokens`] |
 //! | users whose prefixes stay apart | [`Namespace`] |
@@ -46,7 +46,7 @@ pub use tokens::Tokens;
 pub(crate) use tokens::not_a_token_error;
 pub(crate) use tree::Edges;
 pub use tree::{
-    AGE_BUCKETS, Cause, Continuation, Evicted, EvictionRecord, FoundPrefix, Hold, Insertion,
-    LowerTierContents, NodeInfo, OfferedPages, OfferedPieces, OfferedState, Pressure, ResumeAt, Segment,
-    SegmentState, Tree, TreePosition, TreeStats, UsedRun, WritePolicy,
+    AGE_BUCKETS, Cause, Continuation, Evicted, EvictionRecord, FoundPrefix, Hold, LowerTierContents,
+    OfferedPages, OfferedPieces, OfferedState, Pressure, ResumeAt, Segment, SegmentState, Tree, TreePosition,
+    TreeStats, UsedRun, WritePolicy,
 };

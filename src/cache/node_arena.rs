@@ -39,8 +39,6 @@ pub(crate) struct NodeArena<N> {
     nodes: Vec<N>,
     /// How often each number was in use before; one entry for each number.
     generations: Vec<u32>,
-    /// The generation of numbers that were never in use.
-    first_generation: u32,
     /// The numbers that may be used again. Their nodes are blank, their generations are below
     /// [`END_OF_GENERATIONS`], and each is listed once.
     vacant: Vec<NodeId>,
@@ -50,24 +48,7 @@ pub(crate) struct NodeArena<N> {
 
 impl<N> NodeArena<N> {
     pub(crate) const fn new() -> Self {
-        Self {
-            nodes: Vec::new(),
-            generations: Vec::new(),
-            first_generation: 0,
-            vacant: Vec::new(),
-            retired: 0,
-        }
-    }
-
-    /// Creates an empty arena whose handles differ from those of `earlier`.
-    pub(crate) fn after(earlier: &Self) -> Self {
-        let last = earlier.generations.iter().copied().max().unwrap_or(earlier.first_generation);
-        Self { first_generation: last + 1, ..Self::new() }
-    }
-
-    /// Returns whether no node was ever added.
-    pub(crate) const fn is_new(&self) -> bool {
-        self.nodes.is_empty()
+        Self { nodes: Vec::new(), generations: Vec::new(), vacant: Vec::new(), retired: 0 }
     }
 
     /// Returns the number of nodes.
@@ -94,7 +75,7 @@ impl<N> NodeArena<N> {
             self.generations.reserve_exact(self.nodes.capacity() - self.generations.len());
         }
         self.nodes.push(node);
-        self.generations.push(self.first_generation);
+        self.generations.push(0);
         NodeId::new(number)
     }
 
@@ -212,14 +193,13 @@ mod tests {
         assert_eq!(arena.add('c'), first);
         assert_ne!(arena.handle(first), handle);
         assert_eq!(arena.at(arena.handle(other)), Some(other));
-        let later: NodeArena<char> = NodeArena::after(&arena);
-        assert_eq!((later.is_new(), later.at(arena.handle(first))), (true, None));
     }
 
     #[test]
     fn a_number_ends_before_its_names_are_no_signed_numbers() {
-        let mut arena = NodeArena { first_generation: END_OF_GENERATIONS - 1, ..NodeArena::new() };
+        let mut arena = NodeArena::new();
         let first = arena.add('a');
+        arena.generations[widen(first.number())] = END_OF_GENERATIONS - 1;
         assert!(i64::try_from(arena.handle(first).number()).is_ok());
         arena.vacate(first);
         let other = arena.add('b');

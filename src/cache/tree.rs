@@ -8,7 +8,6 @@ mod explain;
 mod hold;
 mod invariants;
 mod keyed_pages;
-mod nodes;
 mod offers;
 mod pin;
 mod publish;
@@ -26,13 +25,12 @@ use super::keys::PageHash;
 use super::node_arena::NodeArena;
 use super::rare_cases::{fingerprint_mask, shared_len};
 use super::rolling_hash::{RollingHash, RollingHasher};
-use super::{BlockTokens, History, Namespace, NodeHandle, NodeId, Policy, Tick, Tokens};
+use super::{BlockTokens, History, Namespace, NodeId, Policy, Tick, Tokens};
 use counts::Counts;
 pub(crate) use edges::Edges;
 use evict::Queues;
 use explain::EvictionLog;
 use keyed_pages::KeyedPages;
-use nodes::Tails;
 use offers::Offers;
 use roots::Roots;
 use short_vec::ShortVec;
@@ -43,7 +41,6 @@ pub use cause::{Cause, Pressure};
 pub use evict::{AGE_BUCKETS, Evicted};
 pub use explain::{EvictionRecord, Segment, SegmentState};
 pub use hold::Hold;
-pub use nodes::{Insertion, NodeInfo};
 pub use offers::{Continuation, LowerTierContents, OfferedPages, OfferedPieces, OfferedState, WritePolicy};
 pub use publish::FoundPrefix;
 pub use uses::UsedRun;
@@ -191,12 +188,8 @@ pub struct TreeStats {
 pub struct Tree {
     /// The number of tokens in a page, at least 1.
     page_size: usize,
-    /// The number of tokens that are matched together, a whole number of pages: see
-    /// [`Tree::with_match_unit`].
-    match_unit: usize,
     /// The nodes. One without pages is a root, or its number is not in use.
     nodes: NodeArena<Node>,
-    tails: Tails,
     edges: Edges,
     roots: Roots,
     /// A hasher with a random seed, so that callers cannot choose tokens that collide.
@@ -238,9 +231,7 @@ impl Tree {
         let hasher = RandomState::new();
         Self {
             page_size,
-            match_unit: page_size,
             nodes: NodeArena::new(),
-            tails: Tails::default(),
             edges: Edges::new(&hasher),
             roots: Roots::default(),
             rolling: RollingHasher::new(&hasher),
@@ -290,7 +281,6 @@ impl Tree {
             snapshots: self.snapshots.len(),
             bytes: self.counts.heap_capacity * size_of::<u32>()
                 + self.nodes.bytes()
-                + self.tails_bytes()
                 + self.edges.bytes()
                 + self.roots.bytes()
                 + self.snapshots.bytes()
@@ -349,8 +339,8 @@ impl Tree {
     /// Returns the pages that leases hold. Visits every node.
     #[must_use]
     pub fn locked_pages(&self) -> Vec<Page> {
-        let locked = self.all_runs().filter(|&id| self.node(id).locks > 0 || self.is_covered(id));
-        locked.flat_map(|id| self.node(id).pages.iter().copied()).collect()
+        let locked = self.nodes.iter().filter(|(_, node)| node.kind == Kind::Run && node.locks > 0);
+        locked.flat_map(|(_, node)| node.pages.iter().copied()).collect()
     }
 
     #[inline]
@@ -405,7 +395,7 @@ impl Tree {
         self.nodes.vacate(root);
     }
 
-    /// Returns the fingerprint of the tokens of a match unit.
+    /// Returns the fingerprint of the tokens of a page.
     fn fingerprint(&self, page: &[i32]) -> u32 {
         if let [token] = page {
             return token.cast_unsigned();
@@ -414,11 +404,11 @@ impl Tree {
         u32::from_le_bytes([a, b, c, d]) & self.fingerprint_mask
     }
 
-    /// Returns the child of `parent` that begins with `first`, the tokens of a match unit.
+    /// Returns the child of `parent` that begins with `first`, the tokens of a page.
     fn child(&self, parent: NodeId, first: &[i32]) -> Option<NodeId> {
         self.edges.get(parent, self.fingerprint(first)).find(|&id| {
             let node = self.node(id);
-            node.parent == parent && node.tokens[..self.match_unit] == *first
+            node.parent == parent && node.tokens[..self.page_size] == *first
         })
     }
 
@@ -426,10 +416,7 @@ impl Tree {
     fn link(&mut self, id: NodeId) {
         let parent = self.node(id).parent;
         self.node_mut(parent).children += 1;
-        if self.is_tail(id) {
-            return self.record_tail(id);
-        }
-        let fingerprint = self.fingerprint(&self.node(id).tokens[..self.match_unit]);
+        let fingerprint = self.fingerprint(&self.node(id).tokens[..self.page_size]);
         self.edges.insert(parent, fingerprint, id);
         self.node_mut(id).fingerprint = fingerprint;
     }
@@ -438,31 +425,25 @@ impl Tree {
     fn unlink(&mut self, id: NodeId) {
         let Node { parent, fingerprint, .. } = *self.node(id);
         self.node_mut(parent).children -= 1;
-        if self.is_tail(id) {
-            return self.forget_tail(id);
-        }
         self.edges.remove(parent, fingerprint, id);
     }
 
-    /// Walks down from the end of `node` as far as the nodes have `tokens`, in whole match units and over at
-    /// most `limit` pages. Returns the place where the walk ends.
+    /// Walks down from the end of `node` as far as the nodes have `tokens`, over at most `limit` pages. Returns the place where the walk ends.
     fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<TreePosition> {
         let begin = widen(self.node(node).end);
         let mut place = TreePosition { node, pages: self.node(node).pages.len(), len: begin };
-        let (mut first, pages_per_unit) =
-            (Vec::with_capacity(self.match_unit), self.match_unit / self.page_size);
-        let limit = limit / pages_per_unit * self.match_unit;
+        let (mut first, limit) = (Vec::with_capacity(self.page_size), limit * self.page_size);
         loop {
             let at = place.len - begin;
             if at >= limit {
                 return Ok(place);
             }
             first.clear();
-            tokens.read(at..at + self.match_unit, &mut first)?;
+            tokens.read(at..at + self.page_size, &mut first)?;
             let Some(child) = self.child(place.node, &first) else { return Ok(place) };
             let node = self.node(child);
-            let equal = tokens.common(at + self.match_unit, &node.tokens[self.match_unit..])?;
-            let pages = (1 + equal / self.match_unit).min((limit - at) / self.match_unit) * pages_per_unit;
+            let equal = tokens.common(at + self.page_size, &node.tokens[self.page_size..])?;
+            let pages = (1 + equal / self.page_size).min((limit - at) / self.page_size);
             place = TreePosition { node: child, pages, len: place.len + pages * self.page_size };
             if pages < node.pages.len() {
                 return Ok(place);

@@ -283,10 +283,7 @@ impl Tree {
         if here.kind != Kind::Run || here.locks > 0 || here.children > 0 || here.is_queued {
             return;
         }
-        if self.is_covered(id) {
-            return self.set_aside(id);
-        }
-        self.node_mut(id).is_queued = true;
+        here.is_queued = true;
         if history.priority > 0 {
             self.queues.retained.insert((history.priority, history.used, id));
         } else {

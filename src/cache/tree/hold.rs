@@ -225,7 +225,6 @@ impl Tree {
             }
             let (pages, parent) = (here.pages.len(), here.parent);
             self.counts.locked += pages;
-            self.cover_tails(at);
             self.unqueue(at);
             if parent == at {
                 return;
@@ -250,7 +249,6 @@ impl Tree {
             }
             let (pages, parent) = (here.pages.len(), here.parent);
             self.counts.locked -= pages;
-            self.uncover_tails(at);
             self.queue(at);
             if parent == at {
                 break;

@@ -39,8 +39,7 @@ impl Tree {
     fn broken_state(&self, id: NodeId) -> Option<String> {
         let node = self.node(id);
         let is_leaf = (node.locks, node.children) == (0, 0);
-        // A tail that became covered after it was queued is set aside only when it would be evicted.
-        if node.is_queued != is_leaf && (node.is_queued || !self.is_covered(id)) {
+        if node.is_queued != is_leaf {
             return Some(format!(
                 "{id:?} is queued: {}, and a leaf without locks: {is_leaf}",
                 node.is_queued
@@ -57,8 +56,7 @@ impl Tree {
         if pages == 0 || tokens != pages * self.page_size {
             return Some(format!("{id:?} has {pages} pages and {tokens} tokens"));
         }
-        let first = node.tokens.get(..self.match_unit);
-        if first.is_some_and(|first| self.child(node.parent, first) != Some(id)) {
+        if self.child(node.parent, &node.tokens[..self.page_size]) != Some(id) {
             return Some(format!("{id:?} is not found from its parent"));
         }
         let begin = widen(self.node(node.parent).end);
@@ -90,7 +88,7 @@ impl Tree {
             siblings.count += 1;
             siblings.locked += u32::from(node.locks > 0);
             counts.cached += pages;
-            counts.locked += if node.locks > 0 || self.is_covered(id) { pages } else { 0 };
+            counts.locked += if node.locks > 0 { pages } else { 0 };
             counts.pinned += if self.is_pinned(id) { pages } else { 0 };
         }
         for &id in ids {

@@ -13,8 +13,6 @@ pub(super) struct Roots {
     spaces: HashMap<NodeId, Space>,
     /// The number of detached roots, which stay until the leases below them end.
     detached: usize,
-    /// The root that [`Tree::keep_root`](super::Tree::keep_root) keeps, with a lock of its own.
-    locked: Option<NodeId>,
     /// The number of bytes that the names take up on the heap.
     texts: usize,
     /// The capacity of the lists of nodes.
@@ -33,15 +31,6 @@ impl Roots {
     /// Returns the number of roots, including detached ones.
     pub(super) fn len(&self) -> usize {
         self.ids.len() + self.detached
-    }
-
-    /// Records that `root` has a lock of its own.
-    pub(super) const fn set_locked(&mut self, root: NodeId) {
-        self.locked = Some(root);
-    }
-
-    pub(super) fn is_locked(&self, root: NodeId) -> bool {
-        self.locked == Some(root)
     }
 
     pub(super) fn get(&self, name: &Namespace) -> Option<NodeId> {

@@ -2,7 +2,8 @@
 
 use std::collections::{HashSet, VecDeque};
 
-use super::{Kind, NodeHandle, NodeId, PageHash, Tree};
+use super::{Kind, NodeId, PageHash, Tree};
+use crate::cache::NodeHandle;
 
 /// The maximum number of uses that are kept. If there are more, the oldest are dropped.
 const MAX_USES: usize = 256;
