@@ -430,7 +430,8 @@ impl HybridTree {
     /// Returns the node with this handle; `None` if it no longer exists.
     #[inline]
     fn at(&self, handle: NodeHandle) -> Option<NodeId> {
-        self.nodes.at(handle)
+        // The next handle of a number that is vacant names a node without tokens.
+        self.nodes.at(handle).filter(|&id| id == ROOT || !self.node(id).tokens.is_empty())
     }
 
     /// Returns the next time.

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::{HybridTree, NodeHandle, NodeId, PageDigest, Part, ROOT, TokenSource};
 use crate::base::{EngineSlot, Error, Result, widen};
-use crate::cache::Namespace;
+use crate::cache::{Namespace, RecencyList};
 
 /// A node on a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -378,6 +378,7 @@ impl HybridTree {
             + self.edges.bytes()
             + self.namespaces.bytes()
             + self.queue.bytes()
+            + self.lists.iter().map(RecencyList::bytes).sum::<usize>()
             + self.owners.bytes()
     }
 
