@@ -10,7 +10,7 @@
 //! | layer | owns | `unsafe` |
 //! |---|---|---|
 //! | [`base`] | shared vocabulary: index newtypes, dtype, device, shape, error; locks, blocking sections, the gate for forks | in `prefetch.rs` |
-//! | [`index`] | ownership of integers: bitmaps, free lists, slots, rows, owners, requests, reference counts, buckets, arenas, move plans | no |
+//! | [`index`] | ownership of integers: bitmaps, free lists, slots, rows, owners, requests, reference counts, buckets, address spaces, move plans | no |
 //! | [`cache`] | which prefixes are cached: a tree over tokens, holds on it, policies of eviction | no |
 //! | [`memory`] | sources of bytes: backends, regions; devices, streams, events | yes |
 //! | [`kernels`] | operations on rows and on the request table: on the CPU, and as CUDA kernels with their launches | yes |

@@ -2346,7 +2346,7 @@ class SlotTree:
         """
     def evict(self, tokens: SupportsIndex) -> SlotTreeEviction:
         """Evicts whole nodes, ends of prefixes first, until at least `tokens` slots became free or nothing is
-        evictable. Their slots are freed at once, in one call.
+        evictable. The tokens of insertions after their last whole page go first, then the least recently used nodes.
 
         Raises:
             ArgumentError: If `tokens` is negative.
@@ -2441,7 +2441,7 @@ class SlotTreeNode:
 
     @property
     def parent(self) -> int | None:
-        """The parent node; `None` for a root."""
+        """The parent node; `None` for the root."""
     @property
     def children(self) -> list[int]:
         """The child nodes."""

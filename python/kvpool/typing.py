@@ -157,7 +157,7 @@ StreamLike: TypeAlias = "SupportsCudaStream | SupportsStreamProtocol | int"
 """A `torch.cuda.Stream`, a stream of `cuda.core`, CuPy or Numba, or the handle of a CUDA stream."""
 
 Policy: TypeAlias = "Literal['adaptive', 'lru', 'fifo', 'lfu', 'slru', 'priority']"
-"""The order in which a prefix cache or a prefix tree evicts."""
+"""The order in which a prefix cache evicts."""
 
 Fit: TypeAlias = "Literal['first_fit', 'best_fit']"
 """The run of free slots that an allocation takes: the lowest that is long enough, or the shortest."""

@@ -428,7 +428,8 @@ impl Tree {
         self.edges.remove(parent, fingerprint, id);
     }
 
-    /// Walks down from the end of `node` as far as the nodes have `tokens`, over at most `limit` pages. Returns the place where the walk ends.
+    /// Walks down from the end of `node` as far as the nodes have `tokens`, over at most `limit` pages. Returns
+    /// the place where the walk ends.
     fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<TreePosition> {
         let begin = widen(self.node(node).end);
         let mut place = TreePosition { node, pages: self.node(node).pages.len(), len: begin };

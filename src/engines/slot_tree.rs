@@ -391,7 +391,7 @@ impl SlotTree {
             let removed_nodes: Vec<_> = state.handles().collect();
             state.unreported.extend(removed_nodes);
             // The slots are free already.
-            drop(state.take_all());
+            state.empty();
         }
         state
     }
@@ -464,6 +464,7 @@ impl TreeState {
             let slots = &offered.slots[end..];
             let Some(tail) = self.tails.beginning(node, offered.namespace, slots) else { continue };
             let at = self.tails.get(tail).expect("it was found");
+            // A locked one stays; it is the end of the insertion if that has no other slots.
             if at.locks > 0 && at.slots.len() < slots.len() {
                 continue;
             }
@@ -521,10 +522,8 @@ impl TreeState {
 
     /// Removes a tail, whose slots go to another node or to the caller.
     fn remove_tail(&mut self, tail: NodeHandle, removed: &mut Vec<NodeHandle>) {
-        let Tail { parent, locks, .. } = self.tails.remove(tail);
-        for _ in 0..locks {
-            self.tree.unpin(parent).expect("the node exists").expect("it has a lock");
-        }
+        let Tail { locks, .. } = self.tails.remove(tail);
+        debug_assert_eq!(locks, 0, "a locked tail stays");
         removed.push(tail);
     }
 
@@ -564,10 +563,15 @@ impl TreeState {
     fn take_all(&mut self) -> Vec<Page> {
         let mut all = self.tree.values(Part::Full);
         all.extend(self.tails.iter().flat_map(|(_, tail)| tail.slots.iter().copied()));
+        self.empty();
+        all.into_iter().map(page_of).collect()
+    }
+
+    /// Removes everything.
+    fn empty(&mut self) {
         self.tree.reset();
         self.tails.clear();
         self.locks.clear();
-        all.into_iter().map(page_of).collect()
     }
 
     /// Returns the handles of all nodes but the root.
@@ -628,10 +632,26 @@ impl TreeState {
                 let lost = self.locks.keys().find(|node| !self.tree.contains(**node));
                 lost.map(|node| format!("{node:?} is locked, and gone"))
             })
+            .or_else(|| self.miscounted_locks())
             .or_else(|| {
                 let long = self.tails.iter().find(|(_, tail)| tail.slots.len() >= page_size);
                 long.map(|(handle, _)| format!("{handle:?} is a whole page"))
             })
+    }
+}
+
+impl TreeState {
+    /// Describes a node whose locks in the tree are not those of callers on it and behind it, if there is one.
+    fn miscounted_locks(&self) -> Option<String> {
+        let in_tree = |node| widen(self.tree.locks(node, Part::Full).unwrap_or(0));
+        self.tree.handles().into_iter().skip(1).find_map(|node| {
+            let own = self.locks.get(&node).copied().unwrap_or(0);
+            let tails = self.tails.of(node).filter_map(|tail| self.tails.get(tail));
+            let children = self.tree.children(node)?.into_iter().map(in_tree).sum::<usize>();
+            let expected = own + tails.map(|tail| tail.locks).sum::<usize>() + children;
+            let found = in_tree(node);
+            (found != expected).then(|| format!("{node:?} has {found} locks instead of {expected}"))
+        })
     }
 }
 

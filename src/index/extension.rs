@@ -90,8 +90,8 @@ impl NewSlots for SlotList {
 pub(super) struct ExtendedRequest {
     pub(super) prefix: u32,
     pub(super) seq: u32,
-    /// The slot after that of the last token; the padding slot, which has no owner, if there is none. It is unchecked,
-    /// because it matters only if the prefix ends inside a page.
+    /// The slot after that of the last token; the padding slot, which has no owner, if there is none. It is
+    /// unchecked, because it matters only if the prefix ends inside a page.
     pub(super) next_slot: u32,
 }
 

@@ -352,7 +352,8 @@ impl SlotAllocator {
         Ok(Some(continued))
     }
 
-    /// Returns the pages that `requests` continue behind `last_loc`, each checked to be live and continued only once.
+    /// Returns the pages that `requests` continue behind `last_loc`, each checked to be live and continued only
+    /// once.
     fn continued(
         &mut self,
         requests: &[ExtendedRequest],

@@ -14,7 +14,7 @@ use super::{Reclaim, TokenToKvPoolAllocator};
 /// The slots of an allocator that belong to a tree: freeing them through the allocator is an invalid free, and
 /// only [`CachedSlotsCall::give_back`] frees them. Without an allocator, slots are plain numbers.
 #[derive(Debug)]
-pub struct CachedSlots {
+pub(crate) struct CachedSlots {
     allocator: Option<Arc<TokenToKvPoolAllocator>>,
     /// The owner of the slots in the ledger.
     owner: Owner,
@@ -25,7 +25,7 @@ impl CachedSlots {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an allocator with pages of more than one slot.
-    pub fn new(allocator: Option<Arc<TokenToKvPoolAllocator>>, name: String) -> Result<Self> {
+    pub(crate) fn new(allocator: Option<Arc<TokenToKvPoolAllocator>>, name: String) -> Result<Self> {
         if let Some(size) = allocator.as_ref().map(|own| own.page_size()).filter(|&size| size != 1) {
             return Err(Error::config(format!(
                 "the allocator has pages of {size} slots; a tree of slots takes an allocator with page_size 1, or \
@@ -36,7 +36,7 @@ impl CachedSlots {
     }
 
     /// Registers the tree for reports of the allocator, until it is dropped.
-    pub fn report(&self, tree: &Arc<dyn Reclaim>) {
+    pub(crate) fn report(&self, tree: &Arc<dyn Reclaim>) {
         if let Some(allocator) = &self.allocator {
             allocator.on_shortage(tree);
         }
@@ -44,20 +44,20 @@ impl CachedSlots {
 
     /// Returns the device of tensors of slots.
     #[must_use]
-    pub fn device(&self) -> Device {
+    pub(crate) fn device(&self) -> Device {
         self.allocator.as_deref().map_or(Device::Cpu, TokenToKvPoolAllocator::device)
     }
 
     /// Returns the epoch of the allocator. Slots of an earlier one are not the tree's any more.
     #[must_use]
-    pub fn epoch(&self) -> Epoch {
+    pub(crate) fn epoch(&self) -> Epoch {
         self.allocator.as_ref().map_or_else(Epoch::default, |allocator| allocator.lock().epoch())
     }
 
     /// Returns the number of slots that belong to trees and caches; `None` if `epoch` is over, or without an
     /// allocator.
     #[must_use]
-    pub fn cached(&self, epoch: Epoch) -> Option<usize> {
+    pub(crate) fn cached(&self, epoch: Epoch) -> Option<usize> {
         let slots = self.allocator.as_ref()?.lock();
         (slots.epoch() == epoch).then(|| slots.stats().cached)
     }
@@ -66,7 +66,7 @@ impl CachedSlots {
     ///
     /// # Errors
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a number that is no slot.
-    pub fn usable(&self, slots: &IndexVec) -> Result<Vec<Page>> {
+    pub(crate) fn usable(&self, slots: &IndexVec) -> Result<Vec<Page>> {
         let count = match &self.allocator {
             None => slots.len(),
             Some(allocator) => {
@@ -88,7 +88,7 @@ impl CachedSlots {
     ///
     /// # Errors
     /// As [`TokenToKvPoolAllocator::alloc`].
-    pub fn tensor_of(&self, slots: Vec<i32>, stream: Stream) -> Result<TensorView> {
+    pub(crate) fn tensor_of(&self, slots: Vec<i32>, stream: Stream) -> Result<TensorView> {
         match &self.allocator {
             Some(allocator) => allocator.lock().tensor_of(slots, stream),
             None => Ok(TensorView::from_indices(IndexVec::I32(slots))),
@@ -97,14 +97,14 @@ impl CachedSlots {
 
     /// Begins a call that changes slots while its caller holds other locks. Begin it before them.
     #[must_use]
-    pub fn begin_call(&self, stream: Stream) -> CachedSlotsCall<'_> {
+    pub(crate) fn begin_call(&self, stream: Stream) -> CachedSlotsCall<'_> {
         let call = self.allocator.as_ref().map(|allocator| allocator.begin_call(stream));
         CachedSlotsCall { call, owner: &self.owner }
     }
 }
 
 /// A call that changes the slots of a tree. It passes on notices of the allocator when it is dropped.
-pub struct CachedSlotsCall<'a> {
+pub(crate) struct CachedSlotsCall<'a> {
     call: Option<AllocatorCall<'a>>,
     owner: &'a Owner,
 }
@@ -122,7 +122,7 @@ impl CachedSlotsCall<'_> {
     /// # Errors
     /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for slots that are listed twice or
     /// cached; [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) if `epoch` is over. Nothing is changed.
-    pub fn take(&self, epoch: Epoch, new: &[Page], returned: &[Page]) -> Result<()> {
+    pub(crate) fn take(&self, epoch: Epoch, new: &[Page], returned: &[Page]) -> Result<()> {
         let Some(call) = &self.call else { return Ok(()) };
         let taken = call.change(epoch, |mut slots| {
             let returned_runs = try_collect(returned.iter().map(|&start| Run { start, len: 1 }))?;
@@ -145,7 +145,7 @@ impl CachedSlotsCall<'_> {
     /// fewer if some have other owners, and all without an allocator; `None` if `epoch` is over, and the
     /// allocator has them already.
     #[must_use]
-    pub fn give_back(&self, epoch: Epoch, pages: &[Page]) -> Option<usize> {
+    pub(crate) fn give_back(&self, epoch: Epoch, pages: &[Page]) -> Option<usize> {
         let Some(call) = &self.call else { return Some(pages.len()) };
         let freed = call.change(epoch, |mut slots| {
             let before = slots.slots().available();

@@ -1,6 +1,6 @@
 //! Pools, which combine an index, memory and tensors. Each public class has a file of its own. Metrics,
 //! snapshots and leak reports use a class through the trait [`Pool`], which all implement except
-//! [`BatchPlanner`], [`CachedSlots`] and the stores, [`FileStore`] and [`RemoteStore`].
+//! [`BatchPlanner`] and the stores, [`FileStore`] and [`RemoteStore`].
 //!
 //! A pool with memory of its own is constructed from a config and a [`Backend`](crate::memory::Backend),
 //! which provides all of it. An [`Executor`](crate::kernels::Executor) for the host or for a device works on
@@ -37,7 +37,7 @@ mod workspace;
 
 pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix};
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
-pub use cached_slots::{CachedSlots, CachedSlotsCall};
+pub(crate) use cached_slots::CachedSlots;
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool};
 pub use contract::{Occupancy, Piece, Pool, Stats};
 pub use deferred::FreedAs;

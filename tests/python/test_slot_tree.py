@@ -59,6 +59,30 @@ def test_inserted_tokens_are_found_and_owned_by_the_tree(scene: Scene) -> None:
     scene.tree.verify()
 
 
+def test_a_name_that_no_node_has_yet_is_stale(scene: Scene) -> None:
+    node = scene.tree.insert([1], scene.take(1)).node
+    assert scene.tree.evict(1).removed_nodes == [node]
+    # Its number is vacant, and this is the name of the next node that has it.
+    coming = node + (1 << 32)
+    for call in (scene.tree.lock, scene.tree.unlock, scene.tree.slots, scene.tree.node):
+        with pytest.raises(StaleBufferError, match="was evicted"):
+            call(coming)
+    assert scene.tree.insert([2], scene.take(1)).node == coming
+    scene.tree.lock(coming)
+    scene.tree.verify()
+    assert scene.tree.evict(1).tokens == 0
+
+
+def test_namespaces_without_an_allocator_may_have_the_same_slots() -> None:
+    tree = SlotTree(page_size=4)
+    nodes = [tree.insert([5, 6], [5, 6], namespace=name).node for name in ("a", "b", "a", "b")]
+    assert nodes[:2] == nodes[2:]
+    with pytest.raises(IndexOwnershipError, match="slot 5 is cached twice"):
+        tree.verify()
+    assert len(tree.evict(4).removed_nodes) == 2
+    assert tree.locked_size() == tree.evictable_size() == 0
+
+
 def test_a_cut_leaves_name_end_and_locks_to_the_deeper_half(scene: Scene) -> None:
     whole = scene.tree.insert([1, 2, 3, 4], scene.take(4)).node
     scene.tree.lock(whole)

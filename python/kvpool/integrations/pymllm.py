@@ -99,7 +99,8 @@ class TreeNode:
 class RadixCache(base.BasePrefixCache):  # type: ignore[misc] # without types
     """`pymllm.mem_cache.RadixCache` and `MambaRadixCache`, over a tree that owns its slots.
 
-    Prompts and answers are found by their tokens, in whole pages, and evicted least recently used first.
+    Prompts and answers are found by their tokens, in whole pages, and evicted least recently used
+    first, after what no look-up finds.
     Slots belong to the tree from `insert` to `evict`.
 
     Args:

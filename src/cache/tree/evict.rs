@@ -89,7 +89,7 @@ impl Tree {
     }
 
     /// Returns the number of pages, at most `pages`, for the lists of which the host has memory.
-    pub(super) fn fitting(&self, pages: usize) -> Option<usize> {
+    fn fitting(&self, pages: usize) -> Option<usize> {
         let bytes = |pages: usize| 2 * pages * size_of::<Page>() + self.keyed.bytes_to_remove(pages);
         if pages <= FEW {
             return Some(pages);
@@ -100,7 +100,7 @@ impl Tree {
 
     /// Prefetches the memory that the evictions after that of `leaf` will touch: first the nodes and, a few
     /// evictions later, their generations and edges.
-    pub(super) fn fetch_after(&mut self, leaf: NodeId) {
+    fn fetch_after(&mut self, leaf: NodeId) {
         let Queues { policy, upcoming, .. } = &mut self.queues;
         // A leaf that was evicted in part is still the first one.
         if upcoming.front() != Some(&leaf) {

@@ -76,6 +76,10 @@ impl HybridTree {
         let parent = self.at(node)?;
         assert!(!tokens.is_empty() && tokens.len() == slots.len(), "tokens come with a slot each");
         let namespace = self.namespaces.number_or_new(name);
+        debug_assert!(
+            self.config().window.is_none() && self.config().state.is_none(),
+            "full attention alone"
+        );
         let leaf = self.add_leaf(parent, namespace, tokens, slots, 0);
         Some(self.handle(leaf))
     }

@@ -32,12 +32,18 @@ impl Tail {
     pub(super) const fn is_kept(&self) -> bool {
         self.locks > 0 || self.is_young
     }
+
+    /// Returns by what its next insertion finds it.
+    fn key(&self) -> (Namespace, EngineSlot) {
+        (self.name.clone(), self.slots[0])
+    }
 }
 
 /// The tails of one parent.
 #[derive(Debug, Default)]
 struct Siblings {
-    by_first_slot: KeyMap<EngineSlot, NodeHandle>,
+    /// Without an allocator, namespaces may have the same slots.
+    by_first_slot: KeyMap<(Namespace, EngineSlot), NodeHandle>,
     all: BTreeSet<NodeHandle>,
     /// The number of slots of tails that are not kept.
     loose: usize,
@@ -95,11 +101,11 @@ impl Tails {
         slots: &[Page],
     ) -> Option<NodeHandle> {
         let first = EngineSlot::new(slots.first()?.number());
-        let &tail = self.siblings.get(&parent)?.by_first_slot.get(&first)?;
+        let &tail = self.siblings.get(&parent)?.by_first_slot.get(&(name.clone(), first))?;
         let found = &self.by_handle[&tail];
         let is_same = |(page, slot): (&Page, &EngineSlot)| page.number() == slot.number();
         let is_beginning = found.slots.len() <= slots.len() && slots.iter().zip(&found.slots).all(is_same);
-        (found.name == *name && is_beginning).then_some(tail)
+        is_beginning.then_some(tail)
     }
 
     pub(super) fn of(&self, parent: NodeHandle) -> impl Iterator<Item = NodeHandle> + '_ {
@@ -135,7 +141,7 @@ impl Tails {
         tail.used = self.tick();
         self.slots += tail.slots.len();
         let siblings = self.siblings.entry(tail.parent).or_default();
-        siblings.by_first_slot.insert(tail.slots[0], handle);
+        siblings.by_first_slot.insert(tail.key(), handle);
         siblings.all.insert(handle);
         self.by_handle.insert(handle, tail);
         self.loosen(handle);
@@ -148,8 +154,8 @@ impl Tails {
         let tail = self.by_handle.remove(&handle).expect("the tail exists");
         self.slots -= tail.slots.len();
         let siblings = self.siblings.get_mut(&tail.parent).expect("the tail was entered");
-        if siblings.by_first_slot.get(&tail.slots[0]) == Some(&handle) {
-            siblings.by_first_slot.remove(&tail.slots[0]);
+        if siblings.by_first_slot.get(&tail.key()) == Some(&handle) {
+            siblings.by_first_slot.remove(&tail.key());
         }
         siblings.all.remove(&handle);
         if siblings.all.is_empty() {
@@ -251,7 +257,8 @@ impl Tails {
             if (is_queued || is_aside) == tail.is_kept() || is_queued && is_aside || is_aside && !is_locked {
                 return Some(format!("{handle:?} is queued: {is_queued}, set aside: {is_aside}"));
             }
-            if tail.tokens.len() != tail.slots.len() || !siblings.all.contains(&handle) {
+            let is_found = siblings.by_first_slot.get(&tail.key()) == Some(&handle);
+            if tail.tokens.len() != tail.slots.len() || !siblings.all.contains(&handle) || !is_found {
                 return Some(format!("{handle:?} is not entered as it is"));
             }
         }
@@ -267,11 +274,12 @@ impl Tails {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        let own: usize = self.by_handle.values().map(|tail| tail.slots.len()).sum();
+        let names: usize = self.by_handle.values().map(|tail| tail.name.text_bytes()).sum();
         self.by_handle.capacity() * size_of::<(NodeHandle, Tail)>()
-            + own * size_of::<(i32, EngineSlot)>()
+            + self.slots * size_of::<(i32, EngineSlot)>()
             + self.siblings.capacity() * size_of::<(NodeHandle, Siblings)>()
-            + self.len() * size_of::<(EngineSlot, NodeHandle, NodeHandle)>()
+            + 2 * names
+            + self.len() * size_of::<(Namespace, EngineSlot, NodeHandle, NodeHandle)>()
             + self.queue.len() * size_of::<(u64, NodeHandle)>()
     }
 }

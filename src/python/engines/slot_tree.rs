@@ -161,7 +161,7 @@ impl SlotTree {
     }
 
     /// Evicts whole nodes, ends of prefixes first, until at least `tokens` slots became free or nothing is
-    /// evictable. Their slots are freed at once, in one call.
+    /// evictable. The tokens of insertions after their last whole page go first, then the least recently used nodes.
     ///
     /// Raises:
     ///     ArgumentError: If `tokens` is negative.
@@ -328,7 +328,7 @@ pub(in crate::python) struct SlotTreeNode(SlotNode);
 
 #[pymethods]
 impl SlotTreeNode {
-    /// The parent node; `None` for a root.
+    /// The parent node; `None` for the root.
     #[getter]
     fn parent(&self) -> Option<u64> {
         self.0.parent.map(NodeHandle::number)

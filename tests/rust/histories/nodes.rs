@@ -23,7 +23,7 @@ struct Tail {
     before: Key,
     tokens: Vec<i32>,
     slots: Vec<i32>,
-    /// Inserted once, and below a root.
+    /// Inserted once, and below the root.
     is_young: bool,
 }
 
