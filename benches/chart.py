@@ -1,4 +1,4 @@
-"""Draws the ratios of `RESULTS.md` into `docs/img`: all of them, and the few that the README shows.
+"""Draws the ratios of `RESULTS.md` into `docs/img`: all of the CPU's, and the few that the README shows.
 
 A dot is how many times faster kvpool is than its alternative in the same process, on a logarithmic scale; a
 tick is the target. A target in microseconds stands where kvpool would be with that time. No number comes from
@@ -303,7 +303,8 @@ def short(parts: list[Section]) -> Section:
 
 def charts() -> dict[Path, str]:
     """All charts by their files."""
-    parts = sections()
+    # The boards of cards have hundreds of rows each, and tables of their own in the documentation.
+    parts = [part for part in sections() if not part.title.startswith("On one ")]
     where = "Beside plain PyTorch; torch.empty for Workspace, a list and slices for ChunkPool"
     title = "How many times faster kvpool is than its alternative in the same process"
     long = [Section(part.title, part.machine, [with_alternative(f) for f in part.figures]) for part in parts]
