@@ -250,10 +250,9 @@ $(GPU_VENV)/.installed: $(BIN)/python
 	    else echo "skipped, as there is no Python $(GPU_PYTHON)"; fi
 	touch $@
 
-# Writes the figures of `make gpu` into RESULTS.md and the charts: FILE is its board.json.
+# Writes the figures of `make gpu` into RESULTS.md: FILE is its board.json.
 gpu-results: $(BIN)/python
 	$(BIN)/python benches/gpu_results.py $(FILE)
-	$(BIN)/python benches/chart.py
 
 # What `make gpu` brings to a machine that has Python and PyTorch alone.
 gpu-package:
