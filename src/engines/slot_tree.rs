@@ -638,9 +638,7 @@ impl TreeState {
                 long.map(|(handle, _)| format!("{handle:?} is a whole page"))
             })
     }
-}
 
-impl TreeState {
     /// Describes a node whose locks in the tree are not those of callers on it and behind it, if there is one.
     fn miscounted_locks(&self) -> Option<String> {
         let in_tree = |node| widen(self.tree.locks(node, Part::Full).unwrap_or(0));

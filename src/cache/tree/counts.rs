@@ -6,8 +6,7 @@
 pub(super) struct Counts {
     /// The number of pages of all nodes.
     pub(super) cached: usize,
-    /// The number of pages of nodes with locks.
-    /// At most `cached`.
+    /// The number of pages of nodes with locks. At most `cached`.
     pub(super) locked: usize,
     /// The number of pages of nodes that are pinned or retained. At most `cached`.
     pub(super) pinned: usize,
