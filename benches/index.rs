@@ -13,8 +13,7 @@ use kvpool::base::{ChunkId, DType, Id, IndexVec, Page, Result, widen};
 use kvpool::cache::{BlockTokens, Namespace, PolicyKind, ResumeAt, Tree};
 use kvpool::index::{OnBadFree, Order, SlotAllocator};
 use kvpool::kernels::{
-    Executor, HostAccess, IndexSpace, IndexSpaces, LayerLayout, LayerRows, PageCopy, PagePair, Pieces,
-    piece_bytes,
+    Executor, HostAccess, IndexSpace, IndexSpaces, LayerRows, PageCopy, PagePair, Pieces, PlaneRows,
 };
 use kvpool::memory::{Host, Region, Stream};
 
@@ -151,11 +150,11 @@ impl Tier {
     fn new(page_size: usize) -> Result<Self> {
         let step = ROWS * ROW_BYTES;
         let region = Arc::new(Region::new(Arc::new(Host), 2 * LAYERS * step)?);
-        let layout = |offset| LayerLayout { offset, step, shape: [ROWS, 1, ROW_BYTES], dtype: DType::U8 };
-        let rows = LayerRows::new(&region, LAYERS, [layout(0), layout(LAYERS * step)])?;
+        let plane = |offset| PlaneRows::new(offset, LAYERS, step, [ROWS, 1, ROW_BYTES], DType::U8);
+        let rows = LayerRows::new(&region, [plane(0)?, plane(LAYERS * step)?])?;
         let space = IndexSpace { noun: "row", len: ROWS };
         let executor = Executor::new(&region, LAYERS, IndexSpaces::of_rows(space), 0)?;
-        let (stride, count) = (piece_bytes(&rows, page_size)?, ROWS / page_size);
+        let (stride, count) = (rows.piece(page_size)?.bytes(), ROWS / page_size);
         let memory = Arc::new(Region::new(Arc::new(Host), stride * count)?);
         for region in [&region, &memory] {
             // SAFETY: these bytes are live host memory, which nothing else uses yet.

@@ -10,6 +10,7 @@
 //! | layer | owns | `unsafe` |
 //! |---|---|---|
 //! | [`base`] | shared vocabulary: index newtypes, dtype, device, shape, error; locks, blocking sections, the gate for forks | in `prefetch.rs` |
+//! | [`layout`] | what a model keeps, and where its bytes lie: planes, groups, slabs; every address is computed here | no |
 //! | [`index`] | ownership of integers: bitmaps, free lists, slots, rows, owners, requests, reference counts, buckets, address spaces, move plans | no |
 //! | [`cache`] | which prefixes are cached: a tree over tokens, holds on it, policies of eviction | no |
 //! | [`memory`] | sources of bytes: backends, regions; devices, streams, events | yes |
@@ -61,6 +62,8 @@ pub mod engines;
 pub mod index;
 #[cfg(not(windows))]
 pub mod kernels;
+#[cfg(not(windows))]
+pub mod layout;
 #[cfg(not(windows))]
 pub mod memory;
 #[cfg(not(windows))]

@@ -258,14 +258,14 @@ impl Executor {
             }
             (Self::Device(launcher), Indices::Host(dst), Indices::Host(src)) => {
                 let moves = plan(launcher.spaces().rows, dst, src)?;
-                launcher.copy_rows(rows.kinds(), Copies::Planned(&moves), stream)
+                launcher.copy_rows(rows, Copies::Planned(&moves), stream)
             }
             (Self::Device(launcher), dst, src) => {
                 let space = launcher.spaces().rows;
                 let (targets, sources) = (dst.list(space)?, src.list(space)?);
                 let (target, source) = (dst.numbers(&targets), src.numbers(&sources));
                 let plan = Copies::Unplanned { target, source, count: dst.len() };
-                launcher.copy_rows(rows.kinds(), plan, stream)
+                launcher.copy_rows(rows, plan, stream)
             }
         }
     }
@@ -285,7 +285,7 @@ impl Executor {
             }
             Self::Device(launcher) => {
                 let _uses = launcher.begin([indices], stream)?;
-                launcher.zero_rows(rows.kinds(), indices, stream)
+                launcher.zero_rows(rows, indices, stream)
             }
         }
     }

@@ -29,7 +29,7 @@ use crate::base::{
 use crate::index::{Move, RowExtent, Run};
 use crate::kernels::indices::{IndexSpace, IndexSpaces, Indices, Numbers};
 use crate::kernels::pages::{HostAccess, PageCopy, PagePlan, Pieces, StagedCopy};
-use crate::kernels::rows::{RowBuffer, check_moves, check_targets};
+use crate::kernels::rows::{LayerRows, RowBuffer, check_moves, check_targets};
 use crate::kernels::store::{StoreRows, targets};
 use crate::kernels::table::Table;
 use crate::memory::{Backend, BorrowedTensor, Event, Gpu, RegionRange, Reply, Ring, Stream, StreamSet};
@@ -371,17 +371,12 @@ impl Launcher {
     ///
     /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
-    pub(super) fn copy_rows(
-        &self,
-        groups: [&[RowBuffer]; 2],
-        plan: Copies<'_>,
-        stream: Stream,
-    ) -> Result<()> {
-        let rows = groups[0].first().map_or(0, |buffer| buffer.shape()[0]);
-        let raw = Groups::new(groups)?;
+    pub(super) fn copy_rows(&self, buffers: &LayerRows, plan: Copies<'_>, stream: Stream) -> Result<()> {
+        let rows = buffers.all().first().map_or(0, |buffer| buffer.shape()[0]);
+        let raw = Groups::new(buffers)?;
         let (target, source, count) = match plan {
             Copies::Planned(moves) => {
-                groups.into_iter().try_for_each(|buffers| check_moves(buffers, moves))?;
+                check_moves(buffers.all(), moves)?;
                 let Some((target, source)) = independent(moves)? else {
                     return self.copy_rows_in_order(raw, moves, stream);
                 };
@@ -438,15 +433,10 @@ impl Launcher {
     ///
     /// # Errors
     /// Same as [`Launcher::copy_rows`].
-    pub(super) fn zero_rows(
-        &self,
-        groups: [&[RowBuffer]; 2],
-        indices: &Indices<'_>,
-        stream: Stream,
-    ) -> Result<()> {
-        let rows = groups[0].first().map_or(0, |buffer| buffer.shape()[0]);
+    pub(super) fn zero_rows(&self, buffers: &LayerRows, indices: &Indices<'_>, stream: Stream) -> Result<()> {
+        let rows = buffers.all().first().map_or(0, |buffer| buffer.shape()[0]);
         let (list, count) = (indices.list(self.spaces.rows)?, indices.len());
-        let (groups, grid) = Groups::new(groups)?.for_rows(count)?;
+        let (groups, grid) = Groups::new(buffers)?.for_rows(count)?;
         let (count, rows) = (units(count)?, units(rows)?);
         self.launch_with_numbers(self.kernels.zero, grid, &[indices.numbers(&list)], stream, |index| {
             ZeroParams { groups, fault: self.fault.address(), count, rows, indices: index[0] }
@@ -532,7 +522,7 @@ impl Launcher {
     fn copy_each_page(&self, plan: &PagePlan<'_>, stream: Stream) -> Result<()> {
         for &[source, target] in &plan.indices {
             for kind in plan.kinds.iter().filter(|kind| kind.bytes > 0) {
-                let is_near = kind.source.step.max(kind.target.step) <= Gpu::MAX_PITCH;
+                let is_near = kind.source.runs.layer_step.max(kind.target.runs.layer_step) <= Gpu::MAX_PITCH;
                 let at_once = if is_near { plan.layers } else { 1 };
                 for first in (0..plan.layers).step_by(at_once.max(1)) {
                     let rows = first..first + at_once;

@@ -41,9 +41,9 @@ pub(crate) use launch::{
 pub use pack::Direction;
 pub(crate) use pack::pack;
 pub(crate) use pages::LoadWay;
-pub use pages::{HostAccess, PageCopy, PagePair, Pieces, layer_bytes, piece_bytes};
+pub use pages::{HostAccess, PageCopy, PagePair, Pieces};
 pub(crate) use rows::BufferInfo;
-pub use rows::{LayerLayout, LayerRows, RowBuffer};
+pub use rows::{LayerRows, PlaneRows, RowBuffer};
 pub use staging::StagingArea;
 pub(crate) use store::StoreRows;
 pub(crate) use table::Table;

@@ -11,6 +11,7 @@ use crate::base::bounded::{signed, unsigned};
 use crate::base::{
     ChunkId, DType, Device, Dims, Error, Id, Result, bytes_of, try_collect, try_with_capacity, widen,
 };
+use crate::layout::{PieceLayout, PlaneRuns};
 use crate::memory::{BorrowedTensor, Region, Stream};
 
 use super::row_copy::{AHEAD, RowCopy};
@@ -44,66 +45,23 @@ pub enum HostAccess {
     Copied,
 }
 
-/// Returns the bytes of one layer of a piece: a page's rows of both kinds.
-///
-/// # Errors
-/// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for pages of no rows and for more bytes than an
-/// address can name.
-pub fn layer_bytes(rows: &LayerRows, page_size: usize) -> Result<usize> {
-    let [first, second] = page_bytes(rows, page_size)?;
-    first
-        .checked_add(second)
-        .ok_or_else(|| Error::argument(format!("pages of {page_size} rows are too large")))
-}
-
-/// Returns the bytes of a piece: a page's rows of both kinds, of every layer.
-///
-/// # Errors
-/// Same as [`layer_bytes`].
-///
-/// ```
-/// use std::sync::Arc;
-/// use kvpool::base::DType;
-/// use kvpool::kernels::{LayerLayout, LayerRows, piece_bytes};
-/// use kvpool::memory::{Host, Region};
-/// let region = Arc::new(Region::new(Arc::new(Host), 1 << 20).unwrap());
-/// let layout = |offset, dim| LayerLayout { offset, step: 4096, shape: [64, 1, dim], dtype: DType::U8 };
-/// let rows = LayerRows::new(&region, 3, [layout(0, 32), layout(3 * 4096, 8)]).unwrap();
-/// assert_eq!(piece_bytes(&rows, 16).unwrap(), 3 * 16 * (32 + 8));
-/// ```
-pub fn piece_bytes(rows: &LayerRows, page_size: usize) -> Result<usize> {
-    bytes_of("a piece", &[rows.layers(), layer_bytes(rows, page_size)?], DType::U8)
-}
-
-/// Returns the bytes of a page in one layer, of each kind.
-fn page_bytes(rows: &LayerRows, page_size: usize) -> Result<[usize; 2]> {
-    if page_size == 0 {
-        return Err(Error::argument("page_size is 0; a page has at least one row"));
-    }
-    let [first, second] = rows.kinds().map(|buffers| {
-        let row_bytes = buffers.first().map_or(0, RowBuffer::row_bytes);
-        bytes_of("a page", &[page_size, row_bytes], DType::U8)
-    });
-    Ok([first?, second?])
-}
-
 /// Pieces of host memory for the pages of a pool, one behind the other.
 ///
 /// ```
 /// use std::sync::Arc;
 /// use kvpool::base::{ChunkId, DType, Dims, Id, IndexVec, Page};
 /// use kvpool::kernels::{
-///     Executor, HostAccess, IndexSpace, IndexSpaces, LayerLayout, LayerRows, PageCopy, PagePair, Pieces,
-///     piece_bytes, read_indices,
+///     Executor, HostAccess, IndexSpace, IndexSpaces, LayerRows, PageCopy, PagePair, Pieces, PlaneRows,
+///     read_indices,
 /// };
 /// use kvpool::memory::{Host, Region, Stream};
 /// let region = Arc::new(Region::new(Arc::new(Host), 2 * 4 * 16).unwrap());
-/// let layout = |offset| LayerLayout { offset, step: 64, shape: [4, 1, 16], dtype: DType::U8 };
-/// let rows = LayerRows::new(&region, 1, [layout(0), layout(64)]).unwrap();
+/// let plane = |offset| PlaneRows::new(offset, 1, 64, [4, 1, 16], DType::U8).unwrap();
+/// let rows = LayerRows::new(&region, [plane(0), plane(64)]).unwrap();
 /// let space = IndexSpace { noun: "row", len: 4 };
 /// let executor = Executor::new(&region, 1, IndexSpaces::of_rows(space), 0).unwrap();
 ///
-/// let stride = piece_bytes(&rows, 2).unwrap();
+/// let stride = rows.piece(2).unwrap().bytes();
 /// let memory = Arc::new(Region::new(Arc::new(Host), 3 * stride).unwrap());
 /// let pieces = Pieces::new(memory, HostAccess::Copied, &rows, 2, stride, 3).unwrap();
 /// executor.fill_rows(&rows, &[2..4], 7, Stream::DEFAULT).unwrap();
@@ -124,9 +82,9 @@ pub struct Pieces {
     device: Device,
     pages: usize,
     page_size: usize,
-    layers: usize,
-    /// Bytes of a page in one layer, of each kind.
-    page_bytes: [usize; 2],
+    layout: PieceLayout,
+    /// Where the pages of each plane lie in the pieces.
+    runs: [PlaneRuns; 2],
     /// The way by which pages come here from a device and go back, if not directly.
     staging: Option<PieceStaging>,
 }
@@ -198,7 +156,8 @@ impl Pieces {
         if i32::try_from(count).is_err() {
             return Err(Error::argument(format!("{count} pieces are more than int32 can name")));
         }
-        let bytes = piece_bytes(rows, page_size)?;
+        let layout = rows.piece(page_size)?;
+        let bytes = layout.bytes();
         bytes_of("the pieces", &[count.max(1), stride], DType::U8)?;
         if let Some(before) = count.checked_sub(1) {
             if before > 0 && stride < bytes {
@@ -219,6 +178,8 @@ impl Pieces {
             }
             (reach, _) => reach,
         };
+        let runs = layout.planes(stride, count);
+        let runs = [runs[0], runs[1]];
         let min_rows = rows.all().iter().map(|buffer| buffer.shape()[0]).min().unwrap_or(0);
         Ok(Self {
             region,
@@ -228,8 +189,8 @@ impl Pieces {
             device: pool.map_or(Device::Cpu, |pool| pool.device()),
             pages: min_rows / page_size,
             page_size,
-            layers: rows.layers(),
-            page_bytes: page_bytes(rows, page_size)?,
+            layout,
+            runs,
             staging: None,
         })
     }
@@ -249,7 +210,7 @@ impl Pieces {
     /// # Errors
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
     pub(crate) fn begin_load<I: Id>(&self, pairs: &[PagePair<I>], stream: Stream) -> Result<LoadWay> {
-        let layer = self.page_bytes.iter().sum::<usize>();
+        let layer = self.layout.layer_bytes();
         let directly = LoadWay { layers_at_once: 1, filling: None };
         let Some(staging) = self.staging.as_ref().filter(|_| layer > 0) else { return Ok(directly) };
         let mut pieces = try_collect(pairs.iter().map(|pair| pair.piece.number().cast_signed()))?;
@@ -258,7 +219,7 @@ impl Pieces {
         // Several layers make longer rows and longer copies, but those who wait for the first wait for all of them.
         let step = (pieces.len() * layer).max(1);
         let for_copies = (copies * LONG_COPY).div_ceil(step).min(staging.into.bytes() / step);
-        let layers_at_once = LEAST_ROW.div_ceil(layer).max(for_copies).min(self.layers);
+        let layers_at_once = LEAST_ROW.div_ceil(layer).max(for_copies).min(self.layout.layers());
         if layers_at_once * layer > staging.into.part_bytes()
             || layers_at_once * step < LEAST_STEP.max(copies * LEAST_COPY)
         {
@@ -300,16 +261,20 @@ impl Pieces {
     pub fn bytes_of(&self, piece: u32, layers: &Range<usize>) -> Result<Range<usize>> {
         check_within("piece", piece, self.count)?;
         self.check_layers(layers)?;
-        let begin = widen(piece) * self.stride;
-        let each: usize = self.page_bytes.iter().sum();
-        Ok(begin + layers.start * each..begin + layers.end * each)
+        Ok(self.layout.range(self.stride, widen(piece), layers))
+    }
+
+    /// Returns the bytes of the region that a piece occupies. It must exist.
+    pub(crate) fn piece(&self, piece: u32) -> Range<usize> {
+        debug_assert!(widen(piece) < self.count);
+        self.layout.range(self.stride, widen(piece), &(0..self.layout.layers()))
     }
 
     fn check_layers(&self, layers: &Range<usize>) -> Result<()> {
-        if layers.start <= layers.end && layers.end <= self.layers {
+        if layers.start <= layers.end && layers.end <= self.layout.layers() {
             return Ok(());
         }
-        Err(Error::index(format!("layers {layers:?} are outside [0, {})", self.layers)))
+        Err(Error::index(format!("layers {layers:?} are outside [0, {})", self.layout.layers())))
     }
 
     /// Checks a copy of whole pages of `rows`, which are on `device`, and describes it. What comes in takes `way`.
@@ -340,34 +305,26 @@ impl Pieces {
             PageCopy::Out => check_unique_targets("piece", &indices)?,
             PageCopy::In => check_unique_targets("page", &indices)?,
         }
-        let layer = self.page_bytes.iter().sum();
-        let mut offset = layers.start * layer;
+        let of_pool = rows.runs().map(|runs| runs.in_pages(self.page_size).layers(layers));
         let kinds = [0, 1].map(|kind| {
-            let bytes = self.page_bytes[kind];
-            let piece = PageSide { region: &self.region, offset, step: layer, stride: self.stride };
-            offset += bytes;
-            let buffers = &rows.kinds()[kind][layers.clone()];
-            let page = buffers.first().map_or(piece, |first| PageSide {
-                region: first.region(),
-                offset: first.offset(),
-                step: buffers.get(1).map_or(0, |second| second.offset() - first.offset()),
-                stride: bytes,
-            });
+            let piece = PageSide { region: &self.region, runs: self.runs[kind].layers(layers) };
+            let buffer = rows.kinds()[kind].first();
+            let page = buffer.map_or(piece, |first| PageSide { region: first.region(), runs: of_pool[kind] });
             let (source, target) = match direction {
                 PageCopy::Out => (page, piece),
                 PageCopy::In => (piece, page),
             };
-            KindCopy { source, target, bytes }
+            KindCopy { source, target, bytes: piece.runs.unit_bytes }
         });
         let staging = self.staging.as_ref().and_then(|staging| {
             let (area, filling) = match direction {
-                PageCopy::Out if layers.len() == self.layers => (&staging.out, None),
+                PageCopy::Out if layers.len() == self.layout.layers() => (&staging.out, None),
                 PageCopy::Out => return None,
                 PageCopy::In => (&staging.into, Some(way?.filling?)),
             };
-            let offset = layers.start * layer;
-            let staged =
-                StagedCopy { pieces: self, staging, area, filling, offset, bytes: layers.len() * layer };
+            let copied = self.layout.range(self.stride, 0, layers);
+            let (offset, bytes) = (copied.start, copied.len());
+            let staged = StagedCopy { pieces: self, staging, area, filling, offset, bytes };
             (1..=area.part_bytes()).contains(&staged.bytes).then_some(staged)
         });
         Ok(PagePlan { kinds, layers: layers.len(), indices, direction, staging })
@@ -375,11 +332,14 @@ impl Pieces {
 
     /// Checks that `rows` have the layout of those that the pieces were made for.
     fn check_rows(&self, rows: &LayerRows, device: Device) -> Result<()> {
-        let of_rows = (rows.layers(), page_bytes(rows, self.page_size)?);
-        if of_rows != (self.layers, self.page_bytes) {
+        let of_rows = rows.piece(self.page_size)?;
+        if of_rows != self.layout {
             return Err(Error::argument(format!(
                 "pieces for {} layers with pages of {:?} bytes do not fit {} layers with pages of {:?} bytes",
-                self.layers, self.page_bytes, of_rows.0, of_rows.1
+                self.layout.layers(),
+                self.layout.plane_bytes(),
+                of_rows.layers(),
+                of_rows.plane_bytes()
             )));
         }
         for buffer in rows.all() {
@@ -497,8 +457,9 @@ impl<'a> StagedCopy<'a> {
         begin: usize,
     ) -> KindCopy<'a> {
         let in_area = |piece: PageSide<'a>| {
-            let offset = begin + piece.offset - self.offset;
-            PageSide { region: self.area.region(), offset, stride: self.bytes, ..piece }
+            let offset = begin + piece.runs.offset - self.offset;
+            let runs = PlaneRuns { offset, unit_step: self.bytes, ..piece.runs };
+            PageSide { region: self.area.region(), runs }
         };
         match direction {
             PageCopy::Out => KindCopy { target: in_area(kind.target), ..*kind },
@@ -543,33 +504,27 @@ pub(super) struct KindCopy<'a> {
     pub(super) bytes: usize,
 }
 
-/// The place of the pages of a kind, in the pool or in pieces: those of a layer are `stride` bytes apart,
-/// layers are `step` bytes apart.
+/// The place of the pages of a kind, in the pool or in pieces.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PageSide<'a> {
     region: &'a Region,
-    offset: usize,
-    pub(super) step: usize,
-    pub(super) stride: usize,
+    pub(super) runs: PlaneRuns,
 }
 
 impl PageSide<'_> {
-    fn offset(&self, layer: usize, index: i32) -> usize {
-        self.offset + layer * self.step + unsigned(index.into()) * self.stride
-    }
-
     /// Returns the address of a page in a layer.
     pub(super) fn at(&self, layer: usize, index: i32) -> *mut u8 {
-        self.region.address().as_ptr().wrapping_add(self.offset(layer, index))
+        self.region.address().as_ptr().wrapping_add(self.runs.at(layer, unsigned(index.into())))
     }
 
     /// Returns the first `bytes` of a page in some layers, as rows.
     pub(super) fn rows(&self, layers: Range<usize>, index: i32, bytes: usize) -> Result<BorrowedTensor<'_>> {
         // A single row may be farther from the next than a copy of rows takes.
-        let step = if layers.len() == 1 { bytes } else { self.step };
+        let step = if layers.len() == 1 { bytes } else { self.runs.layer_step };
         let shape = Dims::of(&[layers.len(), bytes])?;
         let strides = Dims::new(&[signed(step), 1])?;
-        self.region.borrow(self.offset(layers.start, index), DType::U8, shape, strides)
+        let offset = self.runs.at(layers.start, unsigned(index.into()));
+        self.region.borrow(offset, DType::U8, shape, strides)
     }
 }
 

@@ -8,40 +8,44 @@ use std::sync::Arc;
 use crate::base::bounded::signed;
 use crate::base::{DType, Device, Error, Result, bytes_of, try_with_capacity, widen};
 use crate::index::Move;
+use crate::layout::{PieceLayout, PlaneRuns};
 use crate::memory::{BorrowedTensor, Region};
 
 use super::row_copy::{AHEAD, RowCopy};
 use super::threads::run_in_parts;
 
-/// A buffer of equal rows `[rows, heads, dim]` within a region.
+/// A buffer of equal rows `[rows, heads, dim]` within a region, one behind the other.
 #[derive(Clone, Debug)]
 pub struct RowBuffer {
     region: Arc<Region>,
-    /// The offset of the first row in the region, in bytes.
-    offset: usize,
-    rows: usize,
+    /// Where the rows lie; its only layer is this buffer.
+    runs: PlaneRuns,
     heads: usize,
     dim: usize,
     dtype: DType,
 }
 
 impl RowBuffer {
-    /// A buffer of `rows` rows of `heads` x `dim` elements, at byte `offset` of `region`.
+    /// The rows of a layer of `rows`, in `region`.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when the rows are not within the region,
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for more rows than int32 can name.
-    pub fn new(
-        region: Arc<Region>,
-        offset: usize,
-        [rows, heads, dim]: [usize; 3],
-        dtype: DType,
-    ) -> Result<Self> {
-        if i32::try_from(rows).is_err() {
-            return Err(Error::argument(format!("{rows} rows are more than int32 indices can name")));
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for more rows than int32 can name, and for rows with
+    /// bytes between them.
+    pub fn new(region: Arc<Region>, rows: &PlaneRows, layer: usize) -> Result<Self> {
+        let (runs, [heads, dim], dtype) = (rows.runs.layer(layer), rows.row, rows.dtype);
+        if i32::try_from(runs.units).is_err() {
+            return Err(Error::argument(format!("{} rows are more than int32 indices can name", runs.units)));
         }
-        region.at(offset, bytes_of("a buffer of rows", &[rows, heads, dim], dtype)?)?;
-        Ok(Self { region, offset, rows, heads, dim, dtype })
+        let row_bytes = bytes_of("a row", &[heads, dim], dtype)?;
+        if [runs.unit_bytes, runs.unit_step] != [row_bytes; 2] {
+            return Err(Error::argument(format!(
+                "rows of {row_bytes} bytes lie {} bytes apart, in units of {}",
+                runs.unit_step, runs.unit_bytes
+            )));
+        }
+        region.at(runs.offset, bytes_of("a buffer of rows", &[runs.units, heads, dim], dtype)?)?;
+        Ok(Self { region, runs, heads, dim, dtype })
     }
 
     /// Returns the region of the rows.
@@ -53,13 +57,19 @@ impl RowBuffer {
     /// Returns the offset of the first row in the region, in bytes.
     #[must_use]
     pub const fn offset(&self) -> usize {
-        self.offset
+        self.runs.offset
+    }
+
+    /// Returns where the rows lie in the region.
+    #[must_use]
+    pub const fn runs(&self) -> &PlaneRuns {
+        &self.runs
     }
 
     /// Returns `[rows, heads, dim]`.
     #[must_use]
     pub const fn shape(&self) -> [usize; 3] {
-        [self.rows, self.heads, self.dim]
+        [self.runs.units, self.heads, self.dim]
     }
 
     /// Returns the element type.
@@ -71,33 +81,32 @@ impl RowBuffer {
     /// Returns the size of one row in bytes.
     #[must_use]
     pub const fn row_bytes(&self) -> usize {
-        self.heads * self.dim * self.dtype.size()
+        self.runs.unit_bytes
     }
 
     /// Returns the size of all rows in bytes.
     #[must_use]
     pub const fn bytes(&self) -> usize {
-        self.rows * self.row_bytes()
+        self.runs.bytes()
     }
 
     /// Returns the address and sizes of the buffer.
     #[must_use]
     pub fn info(&self) -> BufferInfo {
-        let address = self.region.address().as_ptr().addr() + self.offset;
+        let address = self.region.address().as_ptr().addr() + self.runs.offset;
         BufferInfo { address, bytes: self.bytes(), row_bytes: self.row_bytes() }
     }
 
     /// Returns the bytes of the region that a run of rows occupies; rows beyond the last are ignored.
     pub(super) fn bytes_of(&self, run: &Range<usize>) -> Range<usize> {
-        let [start, end] =
-            [run.start, run.end].map(|row| self.offset + row.min(self.rows) * self.row_bytes());
+        let [start, end] = [run.start, run.end].map(|row| self.runs.at(0, row.min(self.runs.units)));
         start..end
     }
 
     /// Returns the address of a row. `row` must be below `rows`.
     pub(super) fn row(&self, row: u32) -> *mut u8 {
-        debug_assert!(widen(row) < self.rows);
-        self.region.address().as_ptr().wrapping_add(self.offset + widen(row) * self.row_bytes())
+        debug_assert!(widen(row) < self.runs.units);
+        self.region.address().as_ptr().wrapping_add(self.runs.at(0, widen(row)))
     }
 }
 
@@ -112,24 +121,34 @@ pub struct BufferInfo {
     pub row_bytes: usize,
 }
 
-/// The layout of one kind of rows: equal buffers, one per layer.
+/// The rows of one plane of a layout, equal in all layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LayerLayout {
-    /// The offset of the first layer's buffer in the region, in bytes.
-    pub offset: usize,
-    /// Bytes from one layer's buffer to the next.
-    pub step: usize,
-    /// `[rows, heads, dim]` of each buffer.
-    pub shape: [usize; 3],
+pub struct PlaneRows {
+    /// Where they lie: a unit is a row.
+    pub runs: PlaneRuns,
+    /// `[heads, dim]` of a row.
+    pub row: [usize; 2],
     /// The element type.
     pub dtype: DType,
 }
 
-impl LayerLayout {
-    /// Returns the end of the buffers of `layers` layers in the region, in bytes.
-    #[must_use]
-    pub const fn end(&self, layers: usize) -> usize {
-        self.offset + layers * self.step
+impl PlaneRows {
+    /// Rows `[rows, heads, dim]` of `layers` layers, the first at byte `offset`, each `step` bytes behind the one
+    /// before.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for rows of more bytes than an address can name.
+    pub fn new(
+        offset: usize,
+        layers: usize,
+        step: usize,
+        [rows, heads, dim]: [usize; 3],
+        dtype: DType,
+    ) -> Result<Self> {
+        let unit_bytes = bytes_of("a row", &[heads, dim], dtype)?;
+        let runs =
+            PlaneRuns { offset, layers, layer_step: step, units: rows, unit_step: unit_bytes, unit_bytes };
+        Ok(Self { runs, row: [heads, dim], dtype })
     }
 }
 
@@ -139,23 +158,43 @@ pub struct LayerRows {
     /// The buffers of the first kind by layer, then those of the second.
     buffers: Vec<RowBuffer>,
     layers: usize,
+    planes: [PlaneRows; 2],
 }
 
 impl LayerRows {
-    /// Returns the rows of `layers` layers in `region`.
+    /// Returns the rows of two planes, which have equally many layers, in `region`.
     ///
     /// # Errors
     /// Same as [`RowBuffer::new`]; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the
     /// host cannot list that many layers.
-    pub fn new(region: &Arc<Region>, layers: usize, kinds: [LayerLayout; 2]) -> Result<Self> {
-        let mut buffers = try_with_capacity(kinds.len() * layers)?;
-        for kind in kinds {
+    pub fn new(region: &Arc<Region>, planes: [PlaneRows; 2]) -> Result<Self> {
+        let layers = planes[0].runs.layers.min(planes[1].runs.layers);
+        let mut buffers = try_with_capacity(planes.len() * layers)?;
+        for plane in planes {
             for layer in 0..layers {
-                let offset = kind.offset + layer * kind.step;
-                buffers.push(RowBuffer::new(Arc::clone(region), offset, kind.shape, kind.dtype)?);
+                buffers.push(RowBuffer::new(Arc::clone(region), &plane, layer)?);
             }
         }
-        Ok(Self { buffers, layers })
+        Ok(Self { buffers, layers, planes })
+    }
+
+    /// Returns the layout of a piece that holds `page_size` rows of both planes, of every layer.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for pages of no rows and for more bytes than an
+    /// address can name.
+    pub fn piece(&self, page_size: usize) -> Result<PieceLayout> {
+        if page_size == 0 {
+            return Err(Error::argument("page_size is 0; a page has at least one row"));
+        }
+        let [first, second] =
+            self.planes.map(|plane| bytes_of("a page", &[page_size, plane.runs.unit_bytes], DType::U8));
+        PieceLayout::new(self.layers, &[first?, second?])
+    }
+
+    /// Returns where the rows of each plane lie in their region.
+    pub(super) fn runs(&self) -> [PlaneRuns; 2] {
+        self.planes.map(|plane| plane.runs)
     }
 
     /// Returns the number of layers.
@@ -281,9 +320,11 @@ fn check_apart(pairs: &[(&RowBuffer, BorrowedTensor<'_>)]) -> Result<()> {
 }
 
 fn check_rows(buffer: &RowBuffer, rows: &[u32]) -> Result<()> {
-    match rows.iter().find(|&&row| widen(row) >= buffer.rows) {
+    match rows.iter().find(|&&row| widen(row) >= buffer.runs.units) {
         None => Ok(()),
-        Some(row) => Err(Error::index(format!("row {row} is outside [0, {})", buffer.rows)).with_index(*row)),
+        Some(row) => {
+            Err(Error::index(format!("row {row} is outside [0, {})", buffer.runs.units)).with_index(*row))
+        }
     }
 }
 
@@ -291,7 +332,8 @@ fn check_rows(buffer: &RowBuffer, rows: &[u32]) -> Result<()> {
 pub(super) fn check_moves(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
     // Most pools have equal buffers: the check is repeated only where the number of rows changes.
     let mut checked = None;
-    for buffer in buffers.iter().filter(|buffer| checked.replace(buffer.rows) != Some(buffer.rows)) {
+    let mut is_new = |buffer: &&RowBuffer| checked.replace(buffer.runs.units) != Some(buffer.runs.units);
+    for buffer in buffers.iter().filter(|buffer| is_new(buffer)) {
         for step in moves {
             let (Move::Copy { dst: a, src: b } | Move::Swap(a, b)) = *step;
             check_rows(buffer, &[a, b])?;
@@ -356,7 +398,7 @@ pub(super) fn zero_rows(buffers: &[RowBuffer], rows: &[u32]) -> Result<()> {
 mod tests {
     use std::sync::Arc;
 
-    use super::{RowBuffer, gather_rows, move_rows, zero_rows};
+    use super::{PlaneRows, RowBuffer, gather_rows, move_rows, zero_rows};
     use crate::base::{DType, Dims, ErrorKind, widen};
     use crate::index::Move;
     use crate::kernels::set_num_threads;
@@ -365,7 +407,8 @@ mod tests {
     fn buffer(rows: usize, heads: usize, dim: usize, dtype: DType) -> RowBuffer {
         let region =
             Arc::new(Region::new(Arc::new(Host), rows * heads * dim * dtype.size()).expect("memory"));
-        RowBuffer::new(region, 0, [rows, heads, dim], dtype).expect("inside")
+        let plane = PlaneRows::new(0, 1, 0, [rows, heads, dim], dtype).expect("small");
+        RowBuffer::new(region, &plane, 0).expect("inside")
     }
 
     fn content(buffer: &RowBuffer) -> Vec<u8> {

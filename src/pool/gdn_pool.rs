@@ -7,13 +7,14 @@ use std::sync::Arc;
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{
     DType, Device, Dims, Error, ErrorKind, Id, IndexVec, LONG_COPY, Result, StateSlot, bytes_of,
-    run_blocking, widen,
+    run_blocking, try_collect, widen,
 };
 use crate::index::{BadFrees, Ledgered, OnBadFree, Owner, RowTable};
 use crate::kernels::{
-    BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerLayout, LayerRows, PageCopy, PagePair,
-    Pieces, RowBuffer,
+    BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerRows, PageCopy, PagePair, Pieces, PlaneRows,
+    RowBuffer,
 };
+use crate::layout::{CacheLayout, Group, GroupKind, GroupPlacement, Plane, PlaneOrder, PlaneRuns};
 use crate::memory::{ALIGNMENT, Backend, Event, Region, Stream};
 use crate::tensor::TensorView;
 use crate::transfer::Transfer;
@@ -47,8 +48,30 @@ pub struct GdnConfig {
 }
 
 impl GdnConfig {
-    /// Returns the states of all layers, the recurrent ones first.
-    fn layouts(&self) -> Result<[LayerLayout; 2]> {
+    /// Returns what the pool keeps: a group of states with the planes `recurrent` and `conv`, the second unless the
+    /// convolution has one tap, which needs no state.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for sizes of 0 and for states whose bytes overflow.
+    pub fn cache_layout(&self) -> Result<CacheLayout> {
+        CacheLayout::new("", 1, vec![self.group()?])
+    }
+
+    fn group(&self) -> Result<Group> {
+        let recurrent =
+            Plane::new("recurrent", DType::F32, &[self.num_v_heads, self.head_v_dim, self.head_k_dim])?;
+        let mut planes = vec![recurrent];
+        if self.conv_kernel_size > 1 {
+            planes.push(Plane::new("conv", self.dtype, &[self.conv_dim, self.conv_kernel_size - 1])?);
+        }
+        let state = planes.iter().map(Plane::entry_bytes).fold(0, usize::saturating_add);
+        bytes_of("all layers", &[state, self.num_gdn_layers], DType::U8)?;
+        let layers = try_collect(0..self.num_gdn_layers)?;
+        Group::new("state", GroupKind::State, &layers, planes)
+    }
+
+    /// Returns where the states of all layers lie, the recurrent ones first, and the bytes of all.
+    fn place(&self) -> Result<([PlaneRows; 2], usize)> {
         at_least_one(&[
             ("max_reqs", self.max_reqs),
             ("num_gdn_layers", self.num_gdn_layers),
@@ -58,23 +81,23 @@ impl GdnConfig {
             ("conv_dim", self.conv_dim),
             ("conv_kernel_size", self.conv_kernel_size),
         ])?;
-        let Self { max_reqs, num_gdn_layers: layers, max_track_slots, .. } = *self;
+        let Self { max_reqs, max_track_slots, .. } = *self;
         let end = max_reqs.checked_add(1).and_then(|sum| sum.checked_add(max_track_slots));
         let slots = fits_int32(&format!("max_reqs {max_reqs} + max_track_slots {max_track_slots}"), end)?;
-        let slots = widen(slots);
-        let recurrent = [layers, slots, self.num_v_heads, self.head_v_dim, self.head_k_dim];
-        let conv = [layers, slots, self.conv_dim, self.conv_kernel_size - 1];
-        let recurrent_bytes = bytes_of("recurrent_state", &recurrent, DType::F32)?;
-        let conv_bytes = bytes_of("conv_state", &conv, self.dtype)?;
-        let conv_offset = recurrent_bytes.next_multiple_of(ALIGNMENT);
-        bytes_of("both states", &[conv_offset + conv_bytes], DType::U8)?;
-        let layout = |offset, bytes: usize, dtype: DType| LayerLayout {
-            offset,
-            step: bytes / layers,
-            shape: [slots, 1, bytes / (layers * slots * dtype.size())],
+        let (group, order) = (self.group()?, PlaneOrder::PlaneByPlane { plane: ALIGNMENT, layer: 1 });
+        let placement = GroupPlacement::new(&group, widen(slots), order)?;
+        let recurrent = placement.planes()[0];
+        // Without taps to keep, rows of no bytes behind the recurrent states.
+        let none =
+            PlaneRuns { offset: placement.end(), layer_step: 0, unit_step: 0, unit_bytes: 0, ..recurrent };
+        let conv = placement.planes().get(1).copied().unwrap_or(none);
+        // A state is a row of one head.
+        let rows = |runs: PlaneRuns, dtype: DType| PlaneRows {
+            runs,
+            row: [1, runs.unit_bytes / dtype.size()],
             dtype,
         };
-        Ok([layout(0, recurrent_bytes, DType::F32), layout(conv_offset, conv_bytes, self.dtype)])
+        Ok(([rows(recurrent, DType::F32), rows(conv, self.dtype)], placement.end()))
     }
 
     /// Returns the bytes of a pool on `device`.
@@ -82,8 +105,8 @@ impl GdnConfig {
     /// # Errors
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) as [`GdnPool::new`].
     pub fn footprint(&self, device: Device) -> Result<Footprint> {
-        let [recurrent, conv] = self.layouts()?;
-        Footprint::new(device, conv.end(self.num_gdn_layers), row_ring_bytes(recurrent.shape[0]))
+        let ([recurrent, _], bytes) = self.place()?;
+        Footprint::new(device, bytes, row_ring_bytes(recurrent.runs.units))
     }
 }
 
@@ -107,6 +130,7 @@ impl GdnConfig {
 /// ```
 pub struct GdnPool {
     config: GdnConfig,
+    layout: CacheLayout,
     slots: IndexSpace,
     recurrent: TensorView,
     conv: TensorView,
@@ -148,15 +172,15 @@ impl GdnPool {
     /// runs out of memory.
     pub fn new(config: &GdnConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
         let GdnConfig { max_reqs, num_gdn_layers: layers, max_track_slots, dtype, .. } = *config;
-        let kinds = config.layouts()?;
-        let [LayerLayout { shape: [slots, ..], .. }, conv] = kinds;
-        let slots = IndexSpace { noun: "state", len: slots };
-        let region = Arc::new(Region::new(Arc::clone(backend), conv.end(layers))?);
+        let (planes, bytes) = config.place()?;
+        let [recurrent, conv] = planes.map(|plane| plane.runs);
+        let slots = IndexSpace { noun: "state", len: recurrent.units };
+        let region = Arc::new(Region::new(Arc::clone(backend), bytes)?);
         // There is one section, because a call works on every layer.
         let executor = Executor::new(&region, 1, IndexSpaces::of_rows(slots), row_ring_bytes(slots.len))?;
-        let rows = LayerRows::new(&region, layers, kinds)?;
+        let rows = LayerRows::new(&region, planes)?;
         let shape = [layers, slots.len, config.num_v_heads, config.head_v_dim, config.head_k_dim];
-        let recurrent = TensorView::contiguous(Arc::clone(&region), 0, DType::F32, &shape)?;
+        let recurrent = TensorView::contiguous(Arc::clone(&region), recurrent.offset, DType::F32, &shape)?;
         let shape = [layers, slots.len, config.conv_dim, config.conv_kernel_size - 1];
         let conv = TensorView::contiguous(region, conv.offset, dtype, &shape)?;
         let fit = |name: &str, number| fits_int32(&format!("{name} {number}"), Some(number));
@@ -166,6 +190,7 @@ impl GdnPool {
         )?);
         Ok(Self {
             config: *config,
+            layout: config.cache_layout()?,
             slots,
             recurrent,
             conv,
@@ -174,6 +199,12 @@ impl GdnPool {
             track_copies: RankedMutex::new(LockRank::TrackCopies, HashMap::new()),
             executor,
         })
+    }
+
+    /// Returns what the pool keeps.
+    #[must_use]
+    pub const fn layout(&self) -> &CacheLayout {
+        &self.layout
     }
 
     /// Returns the config of the pool.

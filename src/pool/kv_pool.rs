@@ -4,11 +4,12 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::base::{DType, Device, Error, Id, Page, Result, Slot, bytes_of, widen};
+use crate::base::{DType, Device, Error, Id, Page, Result, Slot, bytes_of, try_collect, widen};
 use crate::kernels::{
-    BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerLayout, LayerRows, LoadWay, PageCopy,
-    PagePair, Pieces, RowBuffer, StoreRows,
+    BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerRows, LoadWay, PageCopy, PagePair, Pieces,
+    PlaneRows, RowBuffer, StoreRows,
 };
+use crate::layout::{CacheLayout, Group, GroupKind, GroupPlacement, Plane, PlaneOrder};
 use crate::memory::{
     ALIGNMENT, Backend, BorrowedTensor, Event, Gpu, Region, Stream, page_lock, page_lock_steps,
     system_page_size,
@@ -69,51 +70,36 @@ impl KvConfig {
         fits_int32(&what, end).map(widen)
     }
 
-    /// Returns the buffers of K and of V, each at a multiple of `alignment`.
-    fn layouts(&self, alignment: usize) -> Result<[LayerLayout; 2]> {
-        let rows = self.rows()?;
-        if self.layout == KvLayout::Fused {
-            return self.fused(rows, alignment);
-        }
-        let lay_out = |offset: usize, heads: usize, dim: usize| {
-            let shape = [rows, heads, dim];
-            let step = bytes_of("one buffer", &shape, self.dtype)?.next_multiple_of(alignment);
-            bytes_of("all layers", &[step, self.layer_num], DType::U8)?;
-            Ok(LayerLayout { offset, step, shape, dtype: self.dtype })
+    /// Returns what the pool keeps: a full group of layers with the planes `k` and `v`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for sizes of 0 and for rows whose bytes overflow.
+    pub fn cache_layout(&self) -> Result<CacheLayout> {
+        CacheLayout::new("", self.page_size, vec![self.group()?])
+    }
+
+    fn group(&self) -> Result<Group> {
+        let planes = vec![
+            Plane::new("k", self.dtype, &[self.k_head_num, self.k_head_dim])?,
+            Plane::new("v", self.dtype, &[self.v_head_num, self.v_head_dim])?,
+        ];
+        let token = planes.iter().map(Plane::entry_bytes).fold(0, usize::saturating_add);
+        bytes_of("all layers", &[token, self.layer_num], DType::U8)?;
+        let layers = try_collect(0..self.layer_num)?;
+        Group::new("full", GroupKind::Full, &layers, planes)
+    }
+
+    /// Returns where the rows of K and of V lie, each buffer at a multiple of `alignment`, and the bytes of all.
+    fn place(&self, alignment: usize) -> Result<([PlaneRows; 2], usize)> {
+        let (group, page_size) = (self.group()?, self.page_size);
+        let order = match self.layout {
+            KvLayout::Split => PlaneOrder::PlaneByPlane { plane: alignment, layer: alignment },
+            KvLayout::Fused => PlaneOrder::LayerByLayer { page_size, alignment },
         };
-        let k = lay_out(0, self.k_head_num, self.k_head_dim)?;
-        let v = lay_out(k.step * self.layer_num, self.v_head_num, self.v_head_dim)?;
-        bytes_of("all layers", &[k.step + v.step, self.layer_num], DType::U8)?;
-        Ok([k, v])
-    }
-
-    /// Works like [`Self::layouts`], for [`KvLayout::Fused`]; `alignment` is a power of two.
-    fn fused(&self, rows: usize, alignment: usize) -> Result<[LayerLayout; 2]> {
-        let shape = [rows, self.k_head_num, self.k_head_dim];
-        if [self.v_head_num, self.v_head_dim] != shape[1..] {
-            return Err(Error::config(format!(
-                "fused buffers have rows of one shape, but those of keys are {:?} and those of values {:?}",
-                [self.k_head_num, self.k_head_dim],
-                [self.v_head_num, self.v_head_dim]
-            )));
-        }
-        let buffer = bytes_of("one buffer", &shape, self.dtype)?;
-        let page = bytes_of("one page", &[self.page_size, self.k_head_num, self.k_head_dim], self.dtype)?;
-        // The smallest number of whole pages that is aligned.
-        let times = alignment >> page.trailing_zeros().min(alignment.trailing_zeros());
-        let whole = bytes_of("aligned pages", &[page, times], DType::U8)?.max(1);
-        let half = bytes_of("one buffer", &[buffer.div_ceil(whole), whole], DType::U8)?;
-        bytes_of("all layers", &[2, half, self.layer_num], DType::U8)?;
-        let lay_out = |offset| LayerLayout { offset, step: 2 * half, shape, dtype: self.dtype };
-        Ok([lay_out(0), lay_out(half)])
-    }
-
-    /// Returns the bytes of all layers with these layouts.
-    const fn end(&self, [k, v]: [LayerLayout; 2]) -> usize {
-        match self.layout {
-            KvLayout::Split => v.end(self.layer_num),
-            KvLayout::Fused => k.end(self.layer_num),
-        }
+        let placement = GroupPlacement::new(&group, self.rows()?, order)?;
+        let rows = |plane: usize, row| PlaneRows { runs: placement.planes()[plane], row, dtype: self.dtype };
+        let rows = [rows(0, [self.k_head_num, self.k_head_dim]), rows(1, [self.v_head_num, self.v_head_dim])];
+        Ok((rows, placement.end()))
     }
 
     /// Returns the bytes of a pool on `device`, without page-locking.
@@ -122,8 +108,8 @@ impl KvConfig {
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for slots that do not fit int32 and for sizes
     /// whose bytes overflow.
     pub fn footprint(&self, device: Device) -> Result<Footprint> {
-        let kinds = self.layouts(ALIGNMENT)?;
-        Footprint::new(device, self.end(kinds), row_ring_bytes(kinds[0].shape[0]))
+        let (_, bytes) = self.place(ALIGNMENT)?;
+        Footprint::new(device, bytes, row_ring_bytes(self.rows()?))
     }
 }
 
@@ -159,6 +145,7 @@ pub struct Scales {
 /// ```
 pub struct KvPool {
     config: KvConfig,
+    layout: CacheLayout,
     slots: IndexSpace,
     /// Keys and values.
     rows: LayerRows,
@@ -205,18 +192,23 @@ impl KvPool {
         // Buffers that are page-locked separately must not share a page.
         let alignment = if page_lock_gpu.is_some() { system_page_size() } else { ALIGNMENT };
         let slots = IndexSpace { noun: "slot", len: config.rows()? };
-        let kinds = config.layouts(alignment)?;
-        let total = config.end(kinds);
+        let (planes, total) = config.place(alignment)?;
         let region = Arc::new(Region::new(Arc::clone(backend), total)?);
         let executor =
             Executor::new(&region, config.layer_num, IndexSpaces::of_rows(slots), row_ring_bytes(slots.len))?;
-        let rows = LayerRows::new(&region, config.layer_num, kinds)?;
+        let rows = LayerRows::new(&region, planes)?;
         if let Some(gpu) = page_lock_gpu {
             let mut ends: Vec<_> = rows.all().iter().map(RowBuffer::offset).chain([total]).collect();
             ends.sort_unstable();
             page_lock(&gpu, &region, &page_lock_steps(ends.into_iter().skip(1)))?;
         }
-        Ok(Self { config: *config, slots, rows, region, executor })
+        Ok(Self { config: *config, layout: config.cache_layout()?, slots, rows, region, executor })
+    }
+
+    /// Returns what the pool keeps.
+    #[must_use]
+    pub const fn layout(&self) -> &CacheLayout {
+        &self.layout
     }
 
     /// Returns the config of the pool.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use kvpool::base::{ChunkId, DType, Error, ErrorKind, Id, Page, Result, widen};
 use kvpool::kernels::{
-    Executor, HostAccess, IndexSpace, IndexSpaces, LayerLayout, LayerRows, PageCopy, PagePair, Pieces,
-    RowBuffer, layer_bytes, piece_bytes,
+    Executor, HostAccess, IndexSpace, IndexSpaces, LayerRows, PageCopy, PagePair, Pieces, PlaneRows,
+    RowBuffer,
 };
 use kvpool::memory::{Backend, Host, PageLockedHost, Region, Stream};
 
@@ -116,14 +116,12 @@ impl Shape {
         self.layers * self.layer_bytes() + self.gap
     }
 
-    /// The layouts of a pool, and its bytes.
-    fn layouts(&self) -> ([LayerLayout; 2], usize) {
+    /// The planes of a pool, and its bytes.
+    fn planes(&self) -> ([PlaneRows; 2], usize) {
         let sizes = self.row_bytes.map(|bytes| (self.rows * bytes).next_multiple_of(self.alignment));
-        let of = |kind: usize, offset, step| LayerLayout {
-            offset,
-            step,
-            shape: [self.rows, 1, self.row_bytes[kind]],
-            dtype: DType::U8,
+        let of = |kind: usize, offset, step| {
+            let shape = [self.rows, 1, self.row_bytes[kind]];
+            PlaneRows::new(offset, self.layers, step, shape, DType::U8).expect("small")
         };
         let step = sizes[0] + sizes[1];
         let kinds = if self.is_fused {
@@ -168,13 +166,14 @@ impl Tier {
         memory: &Arc<dyn Backend>,
         reach: HostAccess,
     ) -> Self {
-        let (kinds, bytes) = shape.layouts();
+        let (planes, bytes) = shape.planes();
         let pool = Arc::new(Region::new(Arc::clone(pool), bytes).expect("memory"));
-        let rows = LayerRows::new(&pool, shape.layers, kinds).expect("inside");
+        let rows = LayerRows::new(&pool, planes).expect("inside");
         let space = IndexSpace { noun: "row", len: shape.rows };
         let executor = Executor::new(&pool, shape.layers, IndexSpaces::of_rows(space), 4096).expect("memory");
-        assert_eq!(layer_bytes(&rows, shape.page_size).expect("small"), shape.layer_bytes());
-        let piece = piece_bytes(&rows, shape.page_size).expect("small");
+        let layout = rows.piece(shape.page_size).expect("small");
+        assert_eq!(layout.layer_bytes(), shape.layer_bytes());
+        let piece = layout.bytes();
         assert_eq!(piece + shape.gap, shape.stride());
         // The last piece needs no gap after it.
         let bytes = (shape.pieces - 1) * shape.stride() + piece;

@@ -7,8 +7,7 @@ use std::sync::Arc;
 
 use kvpool::base::{ChunkId, DType, ErrorKind, Id, Page};
 use kvpool::kernels::{
-    Executor, HostAccess, IndexSpace, IndexSpaces, LayerLayout, LayerRows, PageCopy, PagePair, Pieces,
-    piece_bytes,
+    Executor, HostAccess, IndexSpace, IndexSpaces, LayerRows, PageCopy, PagePair, Pieces, PlaneRows,
 };
 use kvpool::memory::{
     Backend, CopyDirection, Event, Gpu, Host, MappedHost, PageKind, PageLockedHost, Region, SideStream,
@@ -283,11 +282,11 @@ fn layers_may_be_farther_apart_than_a_copy_of_rows_takes() {
     let Some((gpu, _alone)) = gpu(test) else { return };
     let step = (1 << 31) + 256;
     let pool = Arc::new(Region::new(cuda(&gpu), step + 4096).expect("memory"));
-    let layout = |offset, dim| LayerLayout { offset, step, shape: [16, 1, dim], dtype: DType::U8 };
-    let rows = LayerRows::new(&pool, 2, [layout(0, 48), layout(1024, 16)]).expect("inside");
+    let plane = |offset, dim| PlaneRows::new(offset, 2, step, [16, 1, dim], DType::U8).expect("small");
+    let rows = LayerRows::new(&pool, [plane(0, 48), plane(1024, 16)]).expect("inside");
     let space = IndexSpace { noun: "row", len: 16 };
     let executor = Executor::new(&pool, 2, IndexSpaces::of_rows(space), 4096).expect("memory");
-    let piece = piece_bytes(&rows, 4).expect("small");
+    let piece = rows.piece(4).expect("small").bytes();
     let memory = Arc::new(Region::new(Arc::new(PageLockedHost::new(&gpu)), 4 * piece).expect("memory"));
     for reach in [HostAccess::InPlace, HostAccess::Copied] {
         let pieces = Pieces::new(Arc::clone(&memory), reach, &rows, 4, piece, 4).expect("fits");

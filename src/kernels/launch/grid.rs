@@ -5,7 +5,7 @@ use std::ptr;
 use crate::base::bounded::{narrow, signed};
 use crate::base::{Error, Result, widen};
 use crate::kernels::pages::{KindCopy, PagePlan};
-use crate::kernels::rows::RowBuffer;
+use crate::kernels::rows::{LayerRows, RowBuffer};
 
 /// Bytes of the widest word.
 pub(super) const WIDEST: usize = 16;
@@ -109,14 +109,12 @@ pub(super) fn parts_grid(splits: [Split; 2], count: usize) -> Result<(u32, [u32;
 }
 
 impl RowGroup {
-    /// Returns the buffers of equal rows, equally far apart in one region.
-    fn new(buffers: &[RowBuffer]) -> Result<Self> {
+    /// Returns the buffers of a plane, in all layers.
+    fn new(rows: &LayerRows, plane: usize) -> Result<Self> {
+        let buffers = rows.kinds()[plane];
+        // A single layer is not copied in smaller words for the sake of a next one.
+        let step = if buffers.len() > 1 { rows.runs()[plane].layer_step } else { 0 };
         let present = buffers.first().filter(|buffer| buffer.row_bytes() > 0);
-        let step = match (present, buffers.get(1)) {
-            (Some(first), Some(second)) => second.offset() - first.offset(),
-            _ => 0,
-        };
-        debug_assert!(buffers.windows(2).all(|pair| pair[1].offset() - pair[0].offset() == step));
         let base = present.map_or(ptr::null_mut(), |buffer| buffer.row(0));
         let row_bytes = present.map_or(0, RowBuffer::row_bytes);
         let word = word_of([base.addr(), step, row_bytes]);
@@ -125,10 +123,11 @@ impl RowGroup {
 
     /// Returns the pages of a kind in `layers` layers, as rows of the source.
     fn of_pages(kind: &KindCopy<'_>, layers: usize) -> Result<Self> {
-        let sides = [kind.source, kind.target].map(|side| [side.at(0, 0).addr(), side.step, side.stride]);
+        let sides = [kind.source, kind.target]
+            .map(|side| [side.at(0, 0).addr(), side.runs.layer_step, side.runs.unit_step]);
         let word = word_of(sides.into_iter().flatten().chain([kind.bytes]));
         let buffers = if kind.bytes == 0 { 0 } else { layers };
-        Self::of(kind.source.at(0, 0), kind.source.step, kind.bytes, buffers, word)
+        Self::of(kind.source.at(0, 0), kind.source.runs.layer_step, kind.bytes, buffers, word)
     }
 
     /// Creates `buffers` buffers of rows of `row_bytes`, `step` bytes apart, copied word by word.
@@ -152,8 +151,8 @@ impl RowGroup {
 pub(super) struct Groups([RowGroup; 2]);
 
 impl Groups {
-    pub(super) fn new(buffers: [&[RowBuffer]; 2]) -> Result<Self> {
-        Ok(Self([RowGroup::new(buffers[0])?, RowGroup::new(buffers[1])?]))
+    pub(super) fn new(rows: &LayerRows) -> Result<Self> {
+        Ok(Self([RowGroup::new(rows, 0)?, RowGroup::new(rows, 1)?]))
     }
 
     /// Returns the source of a copy of pages.

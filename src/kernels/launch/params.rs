@@ -386,9 +386,9 @@ impl PageTarget {
     pub(super) fn new(kind: &KindCopy<'_>) -> Self {
         Self {
             base: kind.target.at(0, 0),
-            step: signed(kind.target.step),
-            stride: signed(kind.target.stride),
-            source_stride: signed(kind.source.stride),
+            step: signed(kind.target.runs.layer_step),
+            stride: signed(kind.target.runs.unit_step),
+            source_stride: signed(kind.source.runs.unit_step),
         }
     }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Epoch, ForkGate};
 use crate::cache::{EntryId, Namespace, PageHash};
+use crate::layout::CacheLayout;
 use crate::memory::Region;
 
 use super::storage::{Arrivals, Storage};
@@ -265,24 +266,11 @@ impl HostTier {
         self.storage(kind).map(Storage::region)
     }
 
-    /// Returns the facts that the bytes of a piece depend on, beside the model and the tokens.
-    pub(in crate::pool) fn geometry(&self, kind: PieceKind) -> Vec<Vec<u8>> {
-        let (name, dtype, numbers) = match kind {
-            PieceKind::Page => {
-                let kv = self.kv.config();
-                let heads = [kv.k_head_num, kv.k_head_dim, kv.v_head_num, kv.v_head_dim];
-                ("pages", kv.dtype, [&[kv.page_size, kv.layer_num], &heads[..]].concat())
-            }
-            PieceKind::State => {
-                self.gdn.as_ref().map_or(("states", crate::base::DType::U8, Vec::new()), |gdn| {
-                    let gdn = gdn.config();
-                    let heads = [gdn.num_v_heads, gdn.head_k_dim, gdn.head_v_dim];
-                    let conv = [gdn.conv_dim, gdn.conv_kernel_size];
-                    ("states", gdn.dtype, [&[gdn.num_gdn_layers], &heads[..], &conv].concat())
-                })
-            }
-        };
-        let numbers = numbers.iter().map(|&number| (number as u64).to_le_bytes().to_vec());
-        [name, dtype.name()].iter().map(|text| text.as_bytes().to_vec()).chain(numbers).collect()
+    /// Returns what the bytes of a piece depend on, beside the model and the tokens: the layout of its kind.
+    pub(in crate::pool) fn layout(&self, kind: PieceKind) -> Option<&CacheLayout> {
+        match kind {
+            PieceKind::Page => Some(self.kv.layout()),
+            PieceKind::State => self.gdn.as_ref().map(|gdn| gdn.layout()),
+        }
     }
 }

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{ChunkId, DType, Device, Epoch, ForkGate, Id, Result, widen};
+use crate::base::{ChunkId, DType, Device, Epoch, ForkGate, Id, Result};
 use crate::cache::{DevicePresence, EntryId, Namespace, NamespaceHash, PageHash, Residency};
 use crate::index::IndexHandle;
-use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, StagingArea, piece_bytes};
+use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, StagingArea};
 use crate::memory::{Backend, PageLockEvent, PageLocking, Region};
 use crate::pool::{ChunkConfig, ChunkPool};
 use crate::transfer::Transfer;
@@ -177,7 +177,7 @@ impl Storage {
         let chunks = ChunkPool::new(
             &ChunkConfig {
                 num_chunks: count,
-                chunk_shape: vec![piece_bytes(rows, page_size)?],
+                chunk_shape: vec![rows.piece(page_size)?.bytes()],
                 dtype: DType::U8,
                 pin_memory,
                 page_lock_threads: config.page_lock_threads,
@@ -540,8 +540,8 @@ impl Storage {
     /// Returns the ranges in [`Self::region`] of entries that are held, or arrive.
     pub(super) fn ranges(&self, entries: &[EntryId]) -> Vec<Range<usize>> {
         let resident = self.resident();
-        let begin = |&entry: &EntryId| widen(resident.place(entry).index().number()) * self.chunks.stride();
-        entries.iter().map(begin).map(|begin| begin..begin + self.piece_bytes()).collect()
+        let place = |&entry: &EntryId| resident.place(entry).index().number();
+        entries.iter().map(|entry| self.copied.piece(place(entry))).collect()
     }
 
     /// Returns the memory of all pieces.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::base::Result;
 use crate::cache::{Continuation, Digest, LowerTierContents, PageHash, StoreKeys};
+use crate::layout::CacheLayout;
 use crate::memory::{HostRows, Keep};
 use crate::pool::host_tier::{IncomingPieces, PieceKind};
 use crate::pool::{HostTier, Store, StoreTransfer};
@@ -45,9 +46,9 @@ pub(super) struct AvailablePages {
 
 impl PieceNames {
     fn new(tier: &HostTier, kind: PieceKind, part_bytes: usize, model: &str, digest: Digest) -> Self {
-        let geometry = tier.geometry(kind);
+        let layout = tier.layout(kind).map_or(Vec::new(), CacheLayout::descriptions);
         let parts: Vec<&[u8]> =
-            std::iter::once(model.as_bytes()).chain(geometry.iter().map(Vec::as_slice)).collect();
+            std::iter::once(model).chain(layout.iter().map(String::as_str)).map(str::as_bytes).collect();
         let piece_bytes = tier.piece_bytes(kind);
         Self {
             keys: StoreKeys::new(digest, &parts),
