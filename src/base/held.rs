@@ -23,6 +23,8 @@ pub(crate) enum LockRank {
     Table,
     /// The pages of a page pool.
     PagePool,
+    /// The slabs of a cache arena.
+    CacheArena,
     /// The buffers of a buffer pool.
     BufferPool,
     /// The track slots of the states.

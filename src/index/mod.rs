@@ -10,6 +10,7 @@
 //! | rows, and how far each one was written | [`RowTable`] |
 //! | tokens and pages of each request | [`Requests`], [`PageList`] |
 //! | single indices with a reference count | [`RefCounts`] |
+//! | pages and states of several groups in slabs of one size | [`Slabs`] |
 //! | buffers by size class | [`Buckets`] |
 //! | byte ranges of memory | [`AddressSpace`] |
 //! | a free list or a set of integers to build on | [`FreeList`], [`Bitmap`] |
@@ -37,6 +38,7 @@ mod ref_counts;
 mod requests;
 mod row_table;
 mod runs;
+mod slabs;
 mod slot_allocator;
 mod slot_list;
 
@@ -57,5 +59,6 @@ pub(crate) use requests::put_slots_of;
 pub use requests::{AbandonedRequest, Growth, GrowthRequest, Requests};
 pub use row_table::{RowExtent, RowTable};
 pub use runs::{ascending_runs, for_each_run};
+pub use slabs::{SlabCounts, SlabUnits, Slabs};
 pub use slot_allocator::{FenceId, Held, SlotAllocator, SlotStats};
 pub use slot_list::SlotList;

@@ -13,6 +13,7 @@
 
 mod batch_planner;
 mod buffer_pool;
+mod cache_arena;
 mod cached_slots;
 mod chunk_pool;
 mod contract;
@@ -37,6 +38,7 @@ mod workspace;
 
 pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix};
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
+pub use cache_arena::{CacheArena, CacheArenaConfig};
 pub(crate) use cached_slots::CachedSlots;
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool};
 pub use contract::{Occupancy, Piece, Pool, Stats};

@@ -68,6 +68,22 @@ impl TensorView {
         Ok(Self { region, offset, dtype, shape, strides })
     }
 
+    /// Creates a tensor with `strides`, in elements, that begins at byte `offset` of `region`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when it is not within the region, or a stride is negative.
+    pub fn strided(
+        region: Arc<Region>,
+        offset: usize,
+        dtype: DType,
+        shape: &[usize],
+        strides: &[usize],
+    ) -> Result<Self> {
+        let (shape, strides) = (Dims::of(shape)?, Dims::of(strides)?);
+        region.borrow(offset, dtype, shape, strides)?;
+        Ok(Self { region, offset, dtype, shape, strides })
+    }
+
     /// Creates a 1-D tensor on the host that takes over `indices`, in their dtype.
     #[must_use]
     pub fn from_indices(indices: IndexVec) -> Self {

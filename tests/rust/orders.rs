@@ -15,14 +15,16 @@ use std::time::Duration;
 use kvpool::base::{DType, ErrorKind, IndexVec};
 use kvpool::cache::{Namespace, PolicyKind};
 use kvpool::kernels::{CopyThreads, Direction, Indices, read_indices, set_num_threads};
+use kvpool::layout::{CacheLayout, Group, GroupKind, Plane, SlabOptions};
 use kvpool::memory::{
     Backend, CopyDirection, Host, HostRows, LimitedBackend, MappedHost, PageLockEvent, PageLocking, Region,
     Stream, StreamSet, system_page_size,
 };
 use kvpool::pool::{
-    AllocatorConfig, Attempt, Batch, BatchPlanner, ChunkConfig, ChunkPool, Fence, FileStore, FileStoreConfig,
-    GdnConfig, GdnPool, Grant, Lease, PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, Publication,
-    PutAfter, RemoteStore, ReqToTokenConfig, ReqToTokenPool, Store, StoreCallQueue, TokenToKvPoolAllocator,
+    AllocatorConfig, Attempt, Batch, BatchPlanner, CacheArena, CacheArenaConfig, ChunkConfig, ChunkPool,
+    Fence, FileStore, FileStoreConfig, GdnConfig, GdnPool, Grant, Lease, PlannerConfig, Prefix, PrefixCache,
+    PrefixCacheConfig, Publication, PutAfter, RemoteStore, ReqToTokenConfig, ReqToTokenPool, Store,
+    StoreCallQueue, TokenToKvPoolAllocator,
 };
 use kvpool::tensor::TensorView;
 use kvpool::transfer::{CopyQueue, Disk};
@@ -90,6 +92,50 @@ fn limit_holds_in_every_order() {
         drop(regions);
         assert!(Region::new(limit, 100).is_ok());
     });
+}
+
+#[test]
+fn units_of_an_arena_have_one_owner() {
+    try_all(None, || {
+        let plane = |name, heads| Plane::new(name, DType::U8, &[heads, 64]).unwrap();
+        let groups = vec![
+            Group::new("full", GroupKind::Full, &[0], vec![plane("k", 1), plane("v", 1)]).unwrap(),
+            Group::new("state", GroupKind::State, &[1], vec![plane("recurrent", 2)]).unwrap(),
+        ];
+        let config = CacheArenaConfig {
+            layout: CacheLayout::new("", 1, groups).unwrap(),
+            // Padding, and two slabs of one page or one state.
+            arena_bytes: 3 * 128,
+            floors: Vec::new(),
+            slabs: SlabOptions::default(),
+            strict: true,
+        };
+        let host: Arc<dyn Backend> = Arc::new(Host);
+        let arena = Arc::new(CacheArena::new(&config, &host).unwrap());
+        // Both want a slab of each group: the last pair of slabs goes to one of them as a whole.
+        let threads = [(); 2].map(|()| {
+            let arena = Arc::clone(&arena);
+            thread::spawn(move || arena.alloc(&[1, 1]).unwrap())
+        });
+        let taken: Vec<_> = threads.into_iter().filter_map(|thread| thread.join().unwrap()).collect();
+        let [units] = &taken[..] else { panic!("{taken:?}") };
+        assert_ne!(units[0][0] / arena_numbers(&arena, 0), units[1][0] / arena_numbers(&arena, 1));
+        // What one thread gives back, the other may take at once.
+        let giver = {
+            let (arena, unit) = (Arc::clone(&arena), units[0][0]);
+            thread::spawn(move || arena.free(0, &[unit.into()]).unwrap().dropped())
+        };
+        let more = arena.alloc(&[0, 1]).unwrap();
+        assert_eq!(giver.join().unwrap(), 0);
+        let states = 1 + more.map_or(0, |units| units[1].len());
+        assert_eq!(arena.group_counts(1).unwrap().0.in_use, states);
+        arena.verify().unwrap();
+    });
+}
+
+/// The numbers of a slab of a group.
+fn arena_numbers(arena: &CacheArena, group: usize) -> u32 {
+    u32::try_from(arena.slabs().groups()[group].numbers).unwrap()
 }
 
 #[test]

@@ -5,11 +5,13 @@ use std::sync::Arc;
 use kvpool::base::{DType, ErrorKind, IndexDType, Result};
 use kvpool::cache::WritePolicy;
 use kvpool::index::Rounding;
+use kvpool::layout::{CacheLayout, Group, GroupKind, Plane, SlabOptions};
 use kvpool::memory::{Backend, CountingBackend, FailingBackend, Host, LimitedBackend, Stream};
 use kvpool::pool::{
-    AllocatorConfig, BatchPlanner, BufferConfig, BufferPool, ChunkConfig, ChunkPool, GdnConfig, GdnPool,
-    HostTier, HostTierConfig, KvConfig, KvLayout, KvPool, PageConfig, PagePool, PlannerConfig,
-    ReqToTokenConfig, ReqToTokenPool, TableWriters, TokenToKvPoolAllocator, Workspace, WorkspaceConfig,
+    AllocatorConfig, BatchPlanner, BufferConfig, BufferPool, CacheArena, CacheArenaConfig, ChunkConfig,
+    ChunkPool, GdnConfig, GdnPool, HostTier, HostTierConfig, KvConfig, KvLayout, KvPool, PageConfig,
+    PagePool, PlannerConfig, ReqToTokenConfig, ReqToTokenPool, TableWriters, TokenToKvPoolAllocator,
+    Workspace, WorkspaceConfig,
 };
 
 /// Host memory has no streams.
@@ -23,7 +25,7 @@ pub(crate) fn host() -> Arc<dyn Backend> {
 type Make = fn(&Arc<dyn Backend>) -> Result<()>;
 
 /// Every pool that takes memory. On the host an allocator takes none from its backend.
-const POOLS: [(&str, Make); 9] = [
+const POOLS: [(&str, Make); 10] = [
     ("KvPool", |backend| KvPool::new(&KV, backend).map(drop)),
     ("GdnPool", |backend| GdnPool::new(&GDN, backend).map(drop)),
     ("ReqToTokenPool", |backend| ReqToTokenPool::new(&ROWS, backend).map(drop)),
@@ -37,6 +39,18 @@ const POOLS: [(&str, Make); 9] = [
         let (slots, table) =
             (TokenToKvPoolAllocator::new(&SLOTS, &other)?, ReqToTokenPool::new(&ROWS, &other)?);
         BatchPlanner::new(&PLANS, backend, Arc::new(slots), Arc::new(table)).map(drop)
+    }),
+    ("CacheArena", |backend| {
+        let plane = Plane::new("recurrent", DType::F32, &[64])?;
+        let states = Group::new("state", GroupKind::State, &[0, 1], vec![plane])?;
+        let config = CacheArenaConfig {
+            layout: CacheLayout::new("", 1, vec![states])?,
+            arena_bytes: 1 << 13,
+            floors: Vec::new(),
+            slabs: SlabOptions::default(),
+            strict: true,
+        };
+        CacheArena::new(&config, backend)?.alloc(&[2]).map(drop)
     }),
     ("PagePool", |backend| {
         let pool = PagePool::new(&PAGES, backend)?;

@@ -10,6 +10,14 @@ pub(crate) fn read<T: Number>(region: &Region, offset: usize, count: usize) -> V
     (0..count).map(|at| unsafe { source.wrapping_add(at).read_unaligned() }).collect()
 }
 
+/// Whether each of the `bytes` bytes at `offset` is `value`.
+#[track_caller]
+pub(crate) fn are_all(region: &Region, offset: usize, bytes: usize, value: u8) -> bool {
+    let source = expect_here(region, offset, bytes);
+    // SAFETY: they lie within live host memory.
+    (0..bytes).all(|at| unsafe { source.wrapping_add(at).read() } == value)
+}
+
 /// Writes `values` at byte `offset`.
 #[track_caller]
 pub(crate) fn write<T: Plain>(region: &Region, offset: usize, values: &[T]) {

@@ -23,6 +23,7 @@ mod planner_model;
 mod prefixes;
 mod rows;
 mod served;
+mod slabs;
 mod slot_model;
 mod slots;
 mod stored;
@@ -48,7 +49,7 @@ fn host() -> Arc<dyn Backend> {
 pub(crate) type History = (&'static str, fn(&mut Source<'_>));
 
 /// Every kind.
-pub(crate) const ALL: [History; 17] = [
+pub(crate) const ALL: [History; 18] = [
     ("slots", slots::run),
     ("rows", rows::run),
     ("counts", counts::run),
@@ -56,6 +57,7 @@ pub(crate) const ALL: [History; 17] = [
     ("pages", pages::run),
     ("buffers", buffers::run),
     ("arena", arena::run),
+    ("slabs", slabs::run),
     ("planner", planner::run),
     ("prefixes", prefixes::run),
     ("leased", leased::run),

@@ -1,0 +1,402 @@
+//! Slabs of equal size that belong to one group at a time, and the units in them.
+//!
+//! A group that is short takes an empty slab, and a slab without live units is empty again, whoever had it: so no
+//! memory is split between groups in advance. Units are handed out from the fullest slab first, so that the others
+//! become empty; they never move.
+
+use std::collections::BTreeSet;
+
+use crate::base::bounded::narrow;
+use crate::base::{Error, Result, try_collect, widen};
+
+use super::{BadFree, BadFrees, OnBadFree, on_bad_frees};
+
+/// How the units of a group are numbered, and what is kept for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlabUnits {
+    /// Units of a slab.
+    pub units: u32,
+    /// Numbers from the first unit of a slab to that of the next, at least `units`.
+    pub numbers: u32,
+    /// Slabs that other groups leave to this one.
+    pub floor: u32,
+}
+
+/// What a group has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SlabCounts {
+    /// Slabs of the group.
+    pub slabs: usize,
+    /// Units handed out.
+    pub in_use: usize,
+    /// Free units in slabs of the group.
+    pub ready: usize,
+    /// The largest number of units handed out at once.
+    pub high_water: usize,
+    /// Frees that were dropped.
+    pub dropped_frees: usize,
+}
+
+/// Ownership of slabs by groups, and of units by whoever took them.
+///
+/// Unit `i` of slab `s` has the number `s * numbers + i`. Slab 0 is padding: nobody is given a unit of it. A call
+/// that takes or frees `n` units costs `n` steps and a logarithmic search for each slab that it reaches.
+///
+/// ```
+/// use kvpool::index::{OnBadFree, SlabUnits, Slabs};
+/// let pages = SlabUnits { units: 4, numbers: 4, floor: 1 };
+/// let states = SlabUnits { units: 1, numbers: 3, floor: 0 };
+/// let mut slabs = Slabs::new(4, &[pages, states]).unwrap();
+/// assert_eq!(slabs.alloc(&[2, 2]).unwrap(), Some(vec![vec![4, 5], vec![6, 9]]));
+/// // One more state would leave no slab for anybody; all or nothing.
+/// assert_eq!(slabs.alloc(&[1, 1]).unwrap(), None);
+/// assert_eq!(slabs.free(1, &[6], OnBadFree::Fail).unwrap().dropped(), 0);
+/// assert_eq!(slabs.alloc(&[3, 0]).unwrap(), Some(vec![vec![6, 7, 8], vec![]]));
+/// ```
+#[derive(Clone, Debug)]
+pub struct Slabs {
+    all: Vec<Slab>,
+    /// Slabs of no group. The lowest is taken first.
+    empty: BTreeSet<u32>,
+    groups: Vec<SlabGroupState>,
+    /// The largest number of slabs that groups had at once.
+    high_water: usize,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Slab {
+    /// The group that has the slab, while a unit of it is live.
+    group: Option<usize>,
+    live: u32,
+    /// A bit for each unit in use.
+    used: Vec<u64>,
+}
+
+#[derive(Clone, Debug)]
+struct SlabGroupState {
+    units: SlabUnits,
+    counts: SlabCounts,
+    /// Slabs of the group that have free units, by their number.
+    partial: BTreeSet<(u32, u32)>,
+}
+
+/// The largest number of groups: far beyond any model's.
+const MOST_GROUPS: usize = 64;
+
+const WORD: u32 = u64::BITS;
+
+impl Slabs {
+    /// Creates `count` slabs, the padding slab included, for these groups.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for fewer than two slabs, for no group or more than 64,
+    /// for a group without units or with more units than numbers, for floors that add up to more than there is, and
+    /// for numbers beyond int32; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host
+    /// cannot list the slabs.
+    pub fn new(count: u32, groups: &[SlabUnits]) -> Result<Self> {
+        if count < 2 {
+            return Err(Error::config(format!("{count} slabs; one is padding, so at least 2 are needed")));
+        }
+        if groups.is_empty() || groups.len() > MOST_GROUPS {
+            return Err(Error::config(format!("{} groups; there are 1 to {MOST_GROUPS}", groups.len())));
+        }
+        for (group, &SlabUnits { units, numbers, .. }) in groups.iter().enumerate() {
+            if units == 0 || units > numbers {
+                return Err(Error::config(format!(
+                    "group {group} has {units} units and {numbers} numbers a slab"
+                )));
+            }
+            if count.checked_mul(numbers).is_none_or(|end| i32::try_from(end).is_err()) {
+                return Err(Error::config(format!(
+                    "{count} slabs of {numbers} numbers need indices beyond {}, the largest int32",
+                    i32::MAX
+                )));
+            }
+        }
+        let floors: u64 = groups.iter().map(|group| u64::from(group.floor)).sum();
+        if floors > u64::from(count - 1) {
+            return Err(Error::config(format!(
+                "floors of {floors} slabs are more than the {} there are",
+                count - 1
+            )));
+        }
+        let state = |&units: &SlabUnits| SlabGroupState {
+            units,
+            counts: SlabCounts::default(),
+            partial: BTreeSet::new(),
+        };
+        Ok(Self {
+            all: try_collect((0..count).map(|_| Slab::default()))?,
+            empty: (1..count).collect(),
+            groups: groups.iter().map(state).collect(),
+            high_water: 0,
+        })
+    }
+
+    /// Returns the number of slabs that groups can have.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.all.len() - 1
+    }
+
+    /// Returns the number of slabs of no group.
+    #[must_use]
+    pub fn empty(&self) -> usize {
+        self.empty.len()
+    }
+
+    /// Returns the largest number of slabs that groups had at once.
+    #[must_use]
+    pub const fn high_water(&self) -> usize {
+        self.high_water
+    }
+
+    /// Returns what a group has.
+    #[must_use]
+    pub fn counts(&self, group: usize) -> SlabCounts {
+        self.groups[group].counts
+    }
+
+    /// Returns the number of units that a group could take now, if no other took any.
+    #[must_use]
+    pub fn available(&self, group: usize) -> usize {
+        let state = &self.groups[group];
+        let kept: usize =
+            (0..self.groups.len()).filter(|&other| other != group).map(|other| self.kept(other, 0)).sum();
+        state.counts.ready + self.empty.len().saturating_sub(kept) * widen(state.units.units)
+    }
+
+    /// Returns how many empty slabs are kept for a group that takes `more` of them.
+    fn kept(&self, group: usize, more: usize) -> usize {
+        let state = &self.groups[group];
+        widen(state.units.floor).saturating_sub(state.counts.slabs + more)
+    }
+
+    /// Returns the number of empty slabs that are missing for these numbers of units, one number a group.
+    #[must_use]
+    pub fn missing(&self, wanted: &[usize]) -> usize {
+        let (mut needed, mut kept) = (0, 0);
+        for (group, state) in self.groups.iter().enumerate() {
+            let count = wanted.get(group).copied().unwrap_or(0);
+            let more = count.saturating_sub(state.counts.ready).div_ceil(widen(state.units.units));
+            needed += more;
+            kept += self.kept(group, more);
+        }
+        // What fits the slabs that the groups have may always be taken.
+        if needed == 0 { 0 } else { (needed + kept).saturating_sub(self.empty.len()) }
+    }
+
+    /// Takes as many units of each group as `wanted` says, those of the fullest slabs first. Returns `None` and
+    /// changes nothing if one of them is short, or would take a slab that is kept for another.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot list the units; nothing
+    /// is changed.
+    ///
+    /// # Panics
+    /// If `wanted` has a number for a group that does not exist.
+    pub fn alloc(&mut self, wanted: &[usize]) -> Result<Option<Vec<Vec<u32>>>> {
+        if self.missing(wanted) > 0 {
+            return Ok(None);
+        }
+        let mut taken = Vec::with_capacity(wanted.len());
+        for &count in wanted {
+            taken.push(crate::base::try_with_capacity(count)?);
+        }
+        for (group, (&count, units)) in wanted.iter().zip(&mut taken).enumerate() {
+            self.take(group, count, units);
+        }
+        self.high_water = self.high_water.max(self.capacity() - self.empty.len());
+        Ok(Some(taken))
+    }
+
+    /// Takes units, for which there are slabs.
+    fn take(&mut self, group: usize, mut count: usize, taken: &mut Vec<u32>) {
+        let Self { all, empty, groups, .. } = self;
+        let SlabGroupState { units, counts, partial } = &mut groups[group];
+        while count > 0 {
+            let (free, number) = partial.pop_first().unwrap_or_else(|| {
+                let number = empty.pop_first().expect("`missing` has counted the slabs");
+                let slab = &mut all[widen(number)];
+                slab.group = Some(group);
+                slab.used.clear();
+                slab.used.resize(widen(units.units.div_ceil(WORD)), 0);
+                counts.slabs += 1;
+                counts.ready += widen(units.units);
+                (units.units, number)
+            });
+            let slab = &mut all[widen(number)];
+            let many = free.min(narrow(count.min(widen(u32::MAX))));
+            slab.take(many, units.units, |unit| taken.push(number * units.numbers + unit));
+            if many < free {
+                partial.insert((free - many, number));
+            }
+            count -= widen(many);
+            counts.ready -= widen(many);
+            counts.in_use += widen(many);
+        }
+        counts.high_water = counts.high_water.max(counts.in_use);
+    }
+
+    /// Frees units of a group, in any order. Invalid ones are dropped and reported, or the whole call fails.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid unit, if `on_bad` is
+    /// [`OnBadFree::Fail`]; nothing is changed.
+    ///
+    /// # Panics
+    /// If there is no such group.
+    pub fn free(&mut self, group: usize, units: &[i64], on_bad: OnBadFree) -> Result<BadFrees> {
+        let (mut valid, mut bad) = (Vec::with_capacity(units.len()), BadFrees::default());
+        for &unit in units {
+            match self.reason(group, unit) {
+                Ok(unit) => valid.push(unit),
+                Err(reason) => bad.add(unit, reason, 1),
+            }
+        }
+        if valid.windows(2).any(|pair| pair[0] >= pair[1]) {
+            valid.sort_unstable();
+        }
+        let mut before = None;
+        valid.retain(|&unit| {
+            let is_new = before.replace(unit) != Some(unit);
+            bad.add(unit.into(), BadFree::NamedTwice, usize::from(!is_new));
+            is_new
+        });
+        let capacity = self.capacity() * widen(self.groups[group].units.units);
+        let bad = on_bad_frees(bad, on_bad, "unit", units.len(), capacity)?;
+        for &unit in &valid {
+            self.give_back(group, unit);
+        }
+        self.groups[group].counts.dropped_frees += bad.dropped();
+        Ok(bad)
+    }
+
+    /// Returns whether the group has handed out a unit, and nobody has freed it.
+    #[must_use]
+    pub fn is_live(&self, group: usize, unit: i64) -> bool {
+        self.reason(group, unit).is_ok()
+    }
+
+    /// Returns a live unit, or why it cannot be freed.
+    fn reason(&self, group: usize, unit: i64) -> std::result::Result<u32, BadFree> {
+        let SlabUnits { units, numbers, .. } = self.groups[group].units;
+        let unit = u32::try_from(unit).map_err(|_| BadFree::OutOfRange)?;
+        let (slab, place) = (unit / numbers, unit % numbers);
+        match self.all.get(widen(slab)) {
+            None => Err(BadFree::OutOfRange),
+            Some(_) if slab == 0 => Err(BadFree::Padding),
+            Some(slab) if slab.group == Some(group) && place < units && slab.is_used(place) => Ok(unit),
+            Some(_) => Err(BadFree::NotAllocated),
+        }
+    }
+
+    /// Frees a live unit.
+    fn give_back(&mut self, group: usize, unit: u32) {
+        let SlabGroupState { units, counts, partial } = &mut self.groups[group];
+        let (number, place) = (unit / units.numbers, unit % units.numbers);
+        let slab = &mut self.all[widen(number)];
+        let free = units.units - slab.live;
+        slab.used[widen(place / WORD)] &= !(1 << (place % WORD));
+        slab.live -= 1;
+        counts.in_use -= 1;
+        counts.ready += 1;
+        if free > 0 {
+            partial.remove(&(free, number));
+        }
+        if slab.live > 0 {
+            partial.insert((free + 1, number));
+            return;
+        }
+        slab.group = None;
+        counts.slabs -= 1;
+        counts.ready -= widen(units.units);
+        self.empty.insert(number);
+    }
+
+    /// Frees every unit of every group.
+    pub fn clear(&mut self) {
+        let count = narrow(self.all.len());
+        self.all
+            .iter_mut()
+            .for_each(|slab| *slab = Slab { used: std::mem::take(&mut slab.used), ..Slab::default() });
+        self.empty = (1..count).collect();
+        for SlabGroupState { counts, partial, .. } in &mut self.groups {
+            partial.clear();
+            *counts = SlabCounts {
+                high_water: counts.high_water,
+                dropped_frees: counts.dropped_frees,
+                ..SlabCounts::default()
+            };
+        }
+    }
+
+    /// Returns the first invariant that does not hold: no slab has two groups or none that counts it, and counts add
+    /// up.
+    #[must_use]
+    pub fn broken_invariant(&self) -> Option<String> {
+        let mut found = vec![SlabCounts::default(); self.groups.len()];
+        for (number, slab) in self.all.iter().enumerate() {
+            let is_listed = self.empty.contains(&narrow(number));
+            let Some(group) = slab.group else {
+                if is_listed != (number > 0) || slab.live > 0 {
+                    return Some(format!(
+                        "slab {number} has no group, {} live units; empty: {is_listed}",
+                        slab.live
+                    ));
+                }
+                continue;
+            };
+            let units = self.groups[group].units.units;
+            let live: u32 = slab.used.iter().map(|word| word.count_ones()).sum();
+            let partial = self.groups[group].partial.contains(&(units - slab.live, narrow(number)));
+            if is_listed || live != slab.live || live == 0 || live > units || partial != (live < units) {
+                return Some(format!(
+                    "slab {number} of group {group} has {live} of {} live units",
+                    slab.live
+                ));
+            }
+            found[group].slabs += 1;
+            found[group].in_use += widen(live);
+            found[group].ready += widen(units - live);
+        }
+        for (group, (state, found)) in self.groups.iter().zip(found).enumerate() {
+            let SlabCounts { slabs, in_use, ready, high_water, .. } = state.counts;
+            if (slabs, in_use, ready) != (found.slabs, found.in_use, found.ready) || in_use > high_water {
+                return Some(format!("group {group} counts {:?}, and has {found:?}", state.counts));
+            }
+            let partial = state.partial.len();
+            let with_room =
+                self.all.iter().filter(|slab| slab.group == Some(group) && slab.live < state.units.units);
+            if partial != with_room.count() {
+                return Some(format!("group {group} lists {partial} slabs with free units"));
+            }
+        }
+        None
+    }
+}
+
+impl Slab {
+    fn is_used(&self, place: u32) -> bool {
+        self.used[widen(place / WORD)] >> (place % WORD) & 1 == 1
+    }
+
+    /// Takes the lowest `count` free units of `units`; there are that many.
+    fn take(&mut self, count: u32, units: u32, mut each: impl FnMut(u32)) {
+        let mut left = count;
+        for (number, word) in self.used.iter_mut().enumerate() {
+            let first = narrow(number) * WORD;
+            while left > 0 {
+                let place = word.trailing_ones();
+                if place == WORD || first + place >= units {
+                    break;
+                }
+                *word |= 1 << place;
+                each(first + place);
+                left -= 1;
+            }
+        }
+        debug_assert_eq!(left, 0);
+        self.live += count;
+    }
+}

@@ -1,0 +1,305 @@
+//! One region for everything that a model keeps: the units of all groups of a layout, in slabs.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
+use crate::base::{Device, Error, Result, bounded::narrow, try_collect, widen};
+use crate::index::{BadFrees, OnBadFree, SlabCounts, SlabUnits, Slabs};
+use crate::layout::{CacheLayout, SlabLayout, SlabOptions};
+use crate::memory::{Backend, Region};
+use crate::tensor::TensorView;
+
+use super::contract::{Pool, Stats};
+use super::fits_int32;
+
+/// The shape of a [`CacheArena`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CacheArenaConfig {
+    /// The groups that share the arena.
+    pub layout: CacheLayout,
+    /// Bytes of the arena; what is behind the last whole slab is not allocated.
+    pub arena_bytes: usize,
+    /// Slabs that other groups leave to a group, by its number. Empty for none.
+    pub floors: Vec<usize>,
+    /// What limits the size of slabs.
+    pub slabs: SlabOptions,
+    /// Whether an invalid free is an error.
+    pub strict: bool,
+}
+
+/// Pages and states of all groups of a layout, in one region that is not split between them.
+///
+/// The region is cut into slabs of equal size, each of one group while a unit in it is in use. Units do not move,
+/// and every plane of every layer is one tensor over the region ([`Self::buffer`]), in which a unit has the same
+/// number in all layers. Tensors of different groups overlap as descriptions, never in units that are in use.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::DType;
+/// use kvpool::layout::{CacheLayout, Group, GroupKind, Plane, SlabOptions};
+/// use kvpool::memory::{Backend, Host};
+/// use kvpool::pool::{CacheArena, CacheArenaConfig};
+/// let plane = |name, heads| Plane::new(name, DType::BF16, &[heads, 64]).unwrap();
+/// let layout = CacheLayout::new("a hybrid model", 16, vec![
+///     Group::new("full", GroupKind::Full, &[1], vec![plane("k", 2), plane("v", 2)]).unwrap(),
+///     Group::new("state", GroupKind::State, &[0], vec![plane("recurrent", 128)]).unwrap(),
+/// ]).unwrap();
+/// let config = CacheArenaConfig {
+///     layout, arena_bytes: 1 << 20, floors: Vec::new(), slabs: SlabOptions::default(), strict: true,
+/// };
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let arena = CacheArena::new(&config, &host).unwrap();
+/// let taken = arena.alloc(&[3, 1]).unwrap().unwrap();
+/// assert_eq!((taken[0].len(), taken[1].len()), (3, 1));
+/// let k = arena.buffer(0, 0, 1).unwrap();
+/// assert_eq!(k.shape().as_slice()[1..], [16, 2, 64]);
+/// arena.free(0, &[taken[0][1].into()]).unwrap();
+/// ```
+pub struct CacheArena {
+    config: CacheArenaConfig,
+    slabs: SlabLayout,
+    region: Arc<Region>,
+    owners: RankedMutex<Slabs>,
+}
+
+impl fmt::Debug for CacheArena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CacheArena")
+            .field("layout", &self.config.layout)
+            .field("slabs", &self.slabs)
+            .field("device", &self.region.device())
+            .finish_non_exhaustive()
+    }
+}
+
+impl CacheArena {
+    /// Allocates an arena from `backend`, zero at first.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if the layout does not fit the bytes
+    /// ([`SlabLayout::choose`]), and for floors that are not one a group or more than there is; the error of the
+    /// backend if it runs out of memory.
+    pub fn new(config: &CacheArenaConfig, backend: &Arc<dyn Backend>) -> Result<Self> {
+        let groups = config.layout.groups().len();
+        if !config.floors.is_empty() && config.floors.len() != groups {
+            return Err(Error::config(format!("{} floors for {groups} groups", config.floors.len())));
+        }
+        let slabs = SlabLayout::choose(&config.layout, config.arena_bytes, config.slabs)?;
+        let units = slabs.groups().iter().enumerate().map(|(group, slab)| {
+            let floor = config.floors.get(group).copied().unwrap_or(0);
+            let floor = fits_int32(&format!("a floor of {floor} slabs"), Some(floor))?;
+            // `choose` has checked that the numbers of all slabs fit int32.
+            Ok(SlabUnits { units: narrow(slab.units), numbers: narrow(slab.numbers), floor })
+        });
+        let units = units.collect::<Result<Vec<_>>>()?;
+        let region = Arc::new(Region::new(Arc::clone(backend), slabs.bytes())?);
+        let owners = Slabs::new(narrow(slabs.slabs()), &units)?;
+        let owners = RankedMutex::new(LockRank::CacheArena, owners);
+        Ok(Self { config: config.clone(), slabs, region, owners })
+    }
+
+    /// Returns the config of the arena.
+    #[must_use]
+    pub const fn config(&self) -> &CacheArenaConfig {
+        &self.config
+    }
+
+    /// Returns the groups that share the arena.
+    #[must_use]
+    pub const fn layout(&self) -> &CacheLayout {
+        &self.config.layout
+    }
+
+    /// Returns how the groups lie in slabs.
+    #[must_use]
+    pub const fn slabs(&self) -> &SlabLayout {
+        &self.slabs
+    }
+
+    /// Returns the device of the memory.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        self.region.device()
+    }
+
+    /// Returns the number of bytes of all slabs.
+    #[must_use]
+    pub fn mem_bytes(&self) -> usize {
+        self.region.bytes()
+    }
+
+    /// Returns the memory of all slabs.
+    #[must_use]
+    pub const fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    fn owners(&self) -> RankedGuard<'_, Slabs> {
+        self.owners.lock()
+    }
+
+    /// Calls `read` with the ownership of slabs, under the lock of the arena.
+    pub fn with_slabs<R>(&self, read: impl FnOnce(&Slabs) -> R) -> R {
+        read(&self.owners())
+    }
+
+    /// Returns the numbers that one unit of a group takes: one, or one a layer if it is placed layer by layer.
+    #[must_use]
+    pub fn numbers_of_unit(&self, group: usize) -> usize {
+        if self.slabs.groups()[group].by_layer { self.layout().groups()[group].layers().len() } else { 1 }
+    }
+
+    /// Takes as many units of each group as `wanted` says. Returns `None` and changes nothing if one of them is short.
+    ///
+    /// Returns the numbers of each group's units. A unit that is placed layer by layer has one for each layer, one
+    /// behind the other.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if there is not one number for each group;
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot list the units.
+    pub fn alloc(&self, wanted: &[usize]) -> Result<Option<Vec<Vec<u32>>>> {
+        let numbers = self.numbers(wanted)?;
+        let Some(numbers) = numbers else { return Ok(None) };
+        self.owners().alloc(&numbers)
+    }
+
+    /// Returns whether [`Self::alloc`] would succeed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if there is not one number for each group.
+    pub fn fits(&self, wanted: &[usize]) -> Result<bool> {
+        let numbers = self.numbers(wanted)?;
+        Ok(numbers.is_some_and(|numbers| self.owners().missing(&numbers) == 0))
+    }
+
+    /// Returns the numbers that units take, or `None` if they are more than any arena has.
+    fn numbers(&self, wanted: &[usize]) -> Result<Option<Vec<usize>>> {
+        let groups = self.layout().groups().len();
+        if wanted.len() != groups {
+            return Err(Error::argument(format!(
+                "units of {} groups are wanted; there are {groups}",
+                wanted.len()
+            )));
+        }
+        let most = widen(u32::MAX);
+        let numbers = wanted.iter().enumerate().map(|(group, &count)| {
+            count.checked_mul(self.numbers_of_unit(group)).filter(|&numbers| numbers <= most)
+        });
+        Ok(numbers.collect())
+    }
+
+    /// Frees numbers of units of a group. Invalid ones are dropped and reported.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a group that does not exist;
+    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid number if the arena is
+    /// strict; nothing is changed.
+    pub fn free(&self, group: usize, numbers: &[i64]) -> Result<BadFrees> {
+        self.check_group(group)?;
+        self.owners().free(group, numbers, OnBadFree::of(self.config.strict))
+    }
+
+    /// Frees all units of all groups.
+    pub fn clear(&self) {
+        self.owners().clear();
+    }
+
+    fn check_group(&self, group: usize) -> Result<()> {
+        let groups = self.layout().groups().len();
+        if group < groups {
+            return Ok(());
+        }
+        Err(Error::argument(format!("group {group} is outside [0, {groups})")))
+    }
+
+    /// Returns what a group has, and how many units it could take now.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a group that does not exist.
+    pub fn group_counts(&self, group: usize) -> Result<(SlabCounts, usize)> {
+        self.check_group(group)?;
+        let owners = self.owners();
+        Ok((owners.counts(group), owners.available(group)))
+    }
+
+    /// Returns a plane of a layer of a group as one tensor over the arena, `[units, entries, *shape]`, without a copy;
+    /// `[units, *shape]` for states.
+    ///
+    /// Dimension 0 is indexed by the numbers of units. Those of other groups, and the padding units before the first
+    /// slab that is handed out, are in it too: do not write where this group has no unit.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a group that does not exist,
+    /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a plane or layer that it does not have.
+    pub fn buffer(&self, group: usize, plane: usize, layer: usize) -> Result<TensorView> {
+        self.check_group(group)?;
+        let declared = &self.layout().groups()[group];
+        let position = declared.position(layer).ok_or_else(|| {
+            let layers = declared.layers();
+            Error::index(format!(
+                "layer {layer} has no entries in group {}, which has {layers:?}",
+                declared.name()
+            ))
+        })?;
+        let array = declared.planes().get(plane).ok_or_else(|| {
+            let planes = declared.planes().len();
+            Error::index(format!("plane {plane} is outside [0, {planes}) of group {}", declared.name()))
+        })?;
+        let runs = self.slabs.plane(self.layout(), group, plane).layer(position);
+        let entries = declared
+            .unit_tokens(self.layout().page_size())
+            .map(|_| declared.unit_entries(self.layout().page_size()));
+        let shape: Vec<usize> =
+            [runs.units].into_iter().chain(entries).chain(array.shape().iter().copied()).collect();
+        let mut strides: Vec<usize> = try_collect(shape.iter().map(|_| 1))?;
+        for axis in (1..shape.len().saturating_sub(1)).rev() {
+            strides[axis] = strides[axis + 1] * shape[axis + 1];
+        }
+        strides[0] = runs.unit_step / array.dtype().size();
+        TensorView::strided(Arc::clone(&self.region), runs.offset, array.dtype(), &shape, &strides)
+    }
+
+    /// Checks the bookkeeping.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) if it is inconsistent.
+    pub fn verify(&self) -> Result<()> {
+        match self.with_slabs(Slabs::broken_invariant) {
+            None => Ok(()),
+            Some(broken) => Err(Error::state(format!("the arena is inconsistent: {broken}"))),
+        }
+    }
+}
+
+impl Pool for CacheArena {
+    fn unit(&self) -> &'static str {
+        "slab"
+    }
+
+    fn unit_bytes(&self) -> Option<usize> {
+        Some(self.slabs.slab_bytes())
+    }
+
+    fn device(&self) -> Device {
+        self.device()
+    }
+
+    fn strict(&self) -> bool {
+        self.config.strict
+    }
+
+    fn stats(&self) -> Stats {
+        let (groups, owners) = (self.layout().groups().len(), self.owners());
+        let counts = || (0..groups).map(|group| owners.counts(group));
+        Stats::from([
+            ("capacity", owners.capacity()),
+            ("available", owners.empty()),
+            ("in_use", owners.capacity() - owners.empty()),
+            ("high_water", owners.high_water()),
+            ("units_in_use", counts().map(|counts| counts.in_use).sum()),
+            ("dropped_frees", counts().map(|counts| counts.dropped_frees).sum()),
+            ("bytes", self.mem_bytes()),
+        ])
+    }
+}
