@@ -14,6 +14,7 @@ from typing_extensions import Self, disjoint_base
 from kvpool.observe.leaks import ExpectBalanced, Leak
 from kvpool.store import Store
 from kvpool.typing import (
+    ArenaStats,
     BlockLike,
     BufferStats,
     ChunkStats,
@@ -22,6 +23,7 @@ from kvpool.typing import (
     DTypeLike,
     Fence,
     Fit,
+    GroupKind,
     HybridAction,
     IndicesLike,
     KeysLike,
@@ -59,6 +61,8 @@ __all__ = [
     "Buffer",
     "BufferPool",
     "BufferStep",
+    "CacheArena",
+    "CacheLayout",
     "Chunk",
     "ChunkCopy",
     "ChunkPool",
@@ -67,6 +71,7 @@ __all__ = [
     "FileStore",
     "FreeGroup",
     "GDNPool",
+    "Group",
     "HostPlan",
     "HostTier",
     "HybridFrees",
@@ -82,12 +87,14 @@ __all__ = [
     "OffloadTable",
     "OffloadTurn",
     "PagePool",
+    "Plane",
     "Pool",
     "PrefixCache",
     "Published",
     "Removed",
     "ReqToTokenPool",
     "Segment",
+    "SlabLayout",
     "SlotTree",
     "SlotTreeEviction",
     "SlotTreeInsertion",
@@ -296,7 +303,7 @@ class Pool:
     """The base class of every pool: a name, statistics (`stats()`), and the owners of its units.
 
     Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
-    `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache` and `HostTier`.
+    `CacheArena`, `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache` and `HostTier`.
 
     A pool cannot be pickled or copied: `pickle` and `copy` raise `TypeError`. `KVPool`,
     `TokenToKVPoolAllocator` and `ReqToTokenPool` can be base classes of Python classes. As with `tuple`,
@@ -323,7 +330,8 @@ class Pool:
     def stats(self) -> PoolStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
+        `TierStats`.
         """
     def used_on(self, tensor: TensorLike, stream: StreamLike | None = None) -> None:
         """Records that work on a stream uses memory of a pool. The memory returns to the driver only after that
@@ -604,6 +612,9 @@ class KVPool(Pool):
             IndexError: If a slot was outside of the pool; its row was skipped.
             DriverError: If work on the GPU has failed.
         """
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """What the pool keeps, as a layout of one group."""
     def mem_bytes(self) -> int:
         """Returns the bytes of all buffers."""
     def _mem_bytes(self) -> int:
@@ -611,7 +622,8 @@ class KVPool(Pool):
     def stats(self) -> KVStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
+        `TierStats`.
         """
 
 @disjoint_base
@@ -974,7 +986,8 @@ class TokenToKVPoolAllocator(Pool):
     def stats(self) -> SlotStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
+        `TierStats`.
         """
 
 @final
@@ -1167,7 +1180,8 @@ class ReqToTokenPool(Pool):
     def stats(self) -> CountedStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
+        `TierStats`.
         """
 
 @final
@@ -1652,12 +1666,16 @@ class GDNPool(Pool):
         Raises:
             IndexOwnershipError: If the pool is strict and the slot is not in use, or a prefix cache has it.
         """
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """What the pool keeps, as a layout of one group."""
     def mem_bytes(self) -> int:
         """Returns the bytes of both states."""
     def stats(self) -> TrackStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
+        `TierStats`.
         """
 
 @final
@@ -2684,7 +2702,8 @@ class PrefixCache(Pool):
     def stats(self) -> PrefixStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
+        `TierStats`.
         """
 
 @final
@@ -2937,6 +2956,332 @@ class Cleared:
     """The cache is empty now, or a reader fell so far behind that events were lost: it starts over with an empty index."""
 
 @final
+class Plane:
+    """One array of a layer.
+
+    Args:
+        name: A name of letters, digits and `_`: "k", "v", "latent", "k_scale", "index_k", "recurrent", "conv".
+        dtype: Storage dtype of the elements. Elements below a byte are declared by the bytes they are packed in.
+        shape: Shape of one entry.
+
+    Raises:
+        ConfigError: If the name is invalid, or an entry has no bytes.
+        TypeError: If `dtype` is not a storage dtype.
+    """
+
+    def __new__(cls, name: str, dtype: DTypeLike, shape: Sequence[int]) -> Self: ...
+    @property
+    def name(self) -> str:
+        """The name."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the elements: a `torch.dtype`, or its name if PyTorch is not installed."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one entry."""
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry."""
+    def __getnewargs__(self) -> tuple[str, str, list[int]]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Group:
+    """Layers whose entries live and die together, with one index space.
+
+    Args:
+        name: A name of letters, digits and `_`.
+        kind: "full": an entry for each token, as long as the request lives. "window": the last `tokens` tokens, the
+            query's own included. "chunk": the tokens since the last multiple of `tokens`. "state": one entry for each
+            request.
+        layers: Layers that have entries, ascending.
+        planes: The arrays of each layer, of different names.
+        tokens: Tokens of a window or chunk.
+        sinks: Tokens at the beginning that stay, whatever the window or chunk.
+        stride: Tokens that an entry stands for: 4 or 128 in compressed chains.
+        aliases: Layers that read the entries of another: {reader: layer}.
+        share: `(part, parts)`: the part of the bytes that this rank has. Ranks with the same part have the same bytes;
+            `(0, 1)` if all have all of it. Shapes of planes are those of the part.
+
+    Raises:
+        ConfigError: If an argument is invalid; the message has the numbers.
+    """
+
+    def __new__(
+        cls,
+        name: str,
+        kind: GroupKind,
+        layers: Iterable[int],
+        planes: Sequence[Plane],
+        *,
+        tokens: SupportsIndex | None = None,
+        sinks: SupportsIndex = 0,
+        stride: SupportsIndex = 1,
+        aliases: dict[int, int] | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> Self: ...
+    @property
+    def name(self) -> str:
+        """The name."""
+    @property
+    def kind(self) -> GroupKind:
+        """How long entries are needed: "full", "window", "chunk" or "state"."""
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of a window or chunk; None for other kinds."""
+    @property
+    def sinks(self) -> int:
+        """Tokens at the beginning that stay."""
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that have entries, ascending."""
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """The arrays of each layer."""
+    @property
+    def stride(self) -> int:
+        """Tokens that an entry stands for."""
+    @property
+    def aliases(self) -> dict[int, int]:
+        """Layers that read the entries of another: {reader: layer}."""
+    @property
+    def share(self) -> tuple[int, int]:
+        """`(part, parts)`: the part of the bytes that this rank has."""
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of an entry in one layer."""
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class CacheLayout:
+    """What a model keeps for its requests. It has no memory and no device.
+
+    `str` gives a table. Layouts can be compared, hashed and pickled.
+
+    Args:
+        groups: The groups, of different names.
+        page_size: Tokens of a page. A group's stride is a divisor or a multiple of it.
+        model: Name of the model, which the bytes depend on.
+
+    Raises:
+        ConfigError: If an argument is invalid, or a page has more bytes than an address can name.
+    """
+
+    def __new__(cls, groups: Sequence[Group], *, page_size: SupportsIndex = 16, model: str = "") -> Self: ...
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups."""
+    @property
+    def fingerprint(self) -> str:
+        """Digest of everything that the bytes depend on, as 64 hexadecimal digits: BLAKE3. Pools, tiers and peers with the
+        same can exchange bytes.
+        """
+    def difference(self, other: CacheLayout) -> str | None:
+        """Returns the first difference to another layout, in words, or None if the fingerprints are equal."""
+    def request_bytes(self, tokens: SupportsIndex) -> int:
+        """Returns the bytes that a request of `tokens` tokens needs between two steps, in whole units of each group.
+
+        A window or chunk needs the pages that the next query sees, and those of its sinks.
+        """
+    def request_units(self, tokens: SupportsIndex) -> dict[str, int]:
+        """Returns the units of each group, by name, that a request of `tokens` tokens needs between two steps."""
+    def slabs(self, arena_bytes: SupportsIndex, *, granularity: SupportsIndex = 1) -> SlabLayout:
+        """Returns how the groups lie in the slabs of an arena.
+
+        Args:
+            arena_bytes: Bytes of the arena.
+            granularity: What the bytes of a slab are a multiple of.
+
+        Raises:
+            ConfigError: If the arena has no room for three slabs in which every group has a unit.
+        """
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class SlabLayout:
+    """How the groups of a layout lie in the slabs of an arena: of `CacheLayout.slabs` and `CacheArena.slabs`."""
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of a slab."""
+    @property
+    def num_slabs(self) -> int:
+        """Number of slabs, the padding slab included."""
+    @property
+    def mem_bytes(self) -> int:
+        """Bytes of all slabs."""
+    @property
+    def lost(self) -> float:
+        """The share of the arena that the group worst off loses to packing, were all of it its own: the ends of slabs,
+        padding of units, and the end of the arena. The padding slab is not counted.
+        """
+    def units(self, group: str) -> int:
+        """Returns the units of a slab of a group; of single layers, if it is placed layer by layer.
+
+        Raises:
+            ArgumentError: If there is no such group.
+        """
+    def unit_step(self, group: str) -> int:
+        """Returns the bytes from one unit of a group to the next, in a plane of a layer.
+
+        Raises:
+            ArgumentError: If there is no such group.
+        """
+    def by_layer(self, group: str) -> bool:
+        """Returns whether each layer of a state has a unit of its own.
+
+        Raises:
+            ArgumentError: If there is no such group.
+        """
+    def held_bytes(self, group: str) -> float:
+        """Returns the bytes of the arena that a unit of a group takes in all layers, its share of what a slab loses
+        included.
+
+        Raises:
+            ArgumentError: If there is no such group.
+        """
+
+@final
+class CacheArena(Pool):
+    """Pages and states of all groups of a layout, in one region that is not split between them.
+
+    The region is cut into slabs of equal size. A slab belongs to one group while a unit in it is in use, then to whoever
+    needs it. Units never move. Every plane of every layer is one tensor over the whole region, in which a unit has the
+    same number in all layers: kernels see a large page table with gaps in its numbers. Tensors of different groups
+    overlap as descriptions, never in units that are in use. The first slab is padding: unit 0 of every group is in it,
+    and padded tokens may be written there.
+
+    Units are numbers on the host, as those of `ReqToTokenPool` are. Calls are thread-safe and atomic, and make no
+    CUDA call. The memory is zeroed at construction, on the stream that is current then; units are not zeroed again.
+
+    Args:
+        layout: The groups that share the arena.
+        arena_bytes: Bytes of the arena; what is behind the last whole slab is not allocated.
+        device: Device of the memory.
+        floors: Slabs that other groups leave to a group, by its name.
+        granularity: What the bytes of a slab are a multiple of.
+        strict: Whether an invalid free raises; otherwise it is dropped, counted and reported.
+
+    Raises:
+        ConfigError: If the arena is too small for the layout, or floors are more than there is.
+        OutOfMemoryError: If there is not enough memory.
+        BackendUnavailableError: If `device` is not available.
+    """
+
+    def __new__(
+        cls,
+        layout: CacheLayout,
+        arena_bytes: SupportsIndex,
+        device: DeviceLike = "cuda",
+        *,
+        floors: dict[str, int] | None = None,
+        granularity: SupportsIndex = 1,
+        strict: bool = False,
+    ) -> CacheArena: ...
+    @property
+    def layout(self) -> CacheLayout:
+        """The groups that share the arena."""
+    @property
+    def slabs(self) -> SlabLayout:
+        """How the groups lie in slabs."""
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes that the arena was asked for; `mem_bytes()` is those of whole slabs."""
+    @property
+    def floors(self) -> dict[str, int]:
+        """Slabs that other groups leave to a group, by its name."""
+    @property
+    def granularity(self) -> int:
+        """What the bytes of a slab are a multiple of."""
+    @property
+    def slabs_free(self) -> int:
+        """Number of slabs that no group has."""
+    def alloc(self, units: dict[str, int]) -> dict[str, list[Any]] | None:
+        """Takes units of several groups, or none: those of the fullest slabs first.
+
+        Args:
+            units: Numbers of units by the name of the group.
+
+        Returns:
+            The numbers of the units, by the name of each group that `units` names, or None if one of them is short. A
+            state that is placed layer by layer (`slabs.by_layer`) has a list of numbers, one a layer.
+
+        Raises:
+            ArgumentError: If there is no such group, or a number is negative.
+        """
+    def fits(self, units: dict[str, int]) -> bool:
+        """Returns whether `alloc` of these units would succeed.
+
+        Raises:
+            ArgumentError: As `alloc`.
+        """
+    def free(self, group: str, units: IndicesLike) -> None:
+        """Frees units of a group. A slab whose last unit is freed can be any group's.
+
+        Args:
+            group: Name of the group.
+            units: Their numbers: ints, or a tensor or array of them, of any shape, whose values are on the host.
+
+        Raises:
+            ArgumentError: If there is no such group.
+            IndexOwnershipError: If the arena is strict and a number is not in use, or named twice. Nothing is changed.
+        """
+    def clear(self) -> None:
+        """Frees all units of all groups."""
+    def buffer(self, group: str, plane: str, layer: SupportsIndex) -> torch.Tensor:
+        """Returns a plane of a layer as one tensor over the arena, without a copy.
+
+        Args:
+            group: Name of the group.
+            plane: Name of the plane.
+            layer: Layer of the model; an alias gives the entries that it reads.
+
+        Returns:
+            `[units, entries, *shape]`, or `[units, *shape]` for states. Dimension 0 is indexed by the numbers of units; its
+            stride is the bytes of a unit, larger where planes lie side by side. Units of other groups are in it too: do
+            not write where this group has none.
+
+        Raises:
+            ArgumentError: If there is no such group or plane.
+            IndexError: If the group has no such layer.
+        """
+    def group_stats(self, group: str) -> dict[str, int]:
+        """Returns what a group has: `slabs`, `in_use`, `ready` (free units in its slabs), `available` (units that it could
+        take now), `high_water` and `dropped_frees`, all but the first in units; in units of single layers, if the group
+        is placed layer by layer.
+
+        Raises:
+            ArgumentError: If there is no such group.
+        """
+    def verify(self) -> None:
+        """Checks the bookkeeping.
+
+        Raises:
+            StateError: If it is inconsistent.
+        """
+    def get_contiguous_buf_info(self) -> tuple[int, int]:
+        """Address and bytes of the memory of all slabs, for transfer engines."""
+    def mem_bytes(self) -> int:
+        """Bytes of all slabs."""
+    def stats(self) -> ArenaStats:
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
+        `TierStats`.
+        """
+
+@final
 class PagePool(Pool):
     """Fixed-size pages of elements, numbered from 0, with a free list.
 
@@ -3025,7 +3370,8 @@ class PagePool(Pool):
     def stats(self) -> CountedStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
+        `TierStats`.
         """
 
 @final
@@ -3141,7 +3487,8 @@ class ChunkPool(Pool):
     def stats(self) -> ChunkStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
+        `TierStats`.
         """
 
 @final
@@ -3380,7 +3727,8 @@ class BufferPool(Pool):
     def stats(self) -> BufferStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
+        `TierStats`.
         """
 
 @final
@@ -3472,7 +3820,8 @@ class _Workspace(Pool):
     def stats(self) -> UnitStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
+        `TierStats`.
         """
     def _reset(self) -> bool:
         """Takes back the tensors of `empty` and `zeros`. Returns `False`, and does nothing, while PyTorch holds
@@ -3553,7 +3902,8 @@ class HostTier(Pool):
     def stats(self) -> TierStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
+        `TierStats`.
         """
     def mem_bytes(self) -> int:
         """Bytes of the memory."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "ArenaStats",
     "ArrayLike",
     "BlockLike",
     "BufferStats",
@@ -24,6 +25,7 @@ __all__ = [
     "EndpointStats",
     "Fence",
     "Fit",
+    "GroupKind",
     "HybridAction",
     "InFlight",
     "IndicesLike",
@@ -162,6 +164,9 @@ Policy: TypeAlias = "Literal['adaptive', 'lru', 'fifo', 'lfu', 'slru', 'priority
 Fit: TypeAlias = "Literal['first_fit', 'best_fit']"
 """The run of free slots that an allocation takes: the lowest that is long enough, or the shortest."""
 
+GroupKind: TypeAlias = "Literal['full', 'window', 'chunk', 'state']"
+"""How long the entries of a group of a `CacheLayout` are needed."""
+
 Layout: TypeAlias = "Literal['split', 'fused']"
 """Where the K and V of a layer of a `KVPool` are: in two buffers, or in one."""
 
@@ -222,6 +227,16 @@ class CountedStats(UnitStats):
     """
 
     dropped_frees: int
+
+
+class ArenaStats(CountedStats):
+    """Statistics of `CacheArena`, in slabs.
+
+    Attributes:
+        units_in_use: Units in use, of all groups.
+    """
+
+    units_in_use: int
 
 
 class SlotStats(CountedStats):

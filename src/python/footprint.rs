@@ -10,7 +10,7 @@ use crate::pool::{
 
 use super::host_tier::staging_bytes;
 
-/// `kvpool.tools.plan.model.KvLayers`.
+/// `kvpool.models.model.KvLayers`.
 #[derive(FromPyObject)]
 struct KvLayers {
     layers: Vec<usize>,
@@ -20,7 +20,7 @@ struct KvLayers {
     v_head_dim: usize,
 }
 
-/// `kvpool.tools.plan.model.States`.
+/// `kvpool.models.model.States`.
 #[derive(FromPyObject)]
 struct States {
     layers: Vec<usize>,

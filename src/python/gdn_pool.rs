@@ -12,6 +12,7 @@ use crate::pool::{GdnConfig, GdnPool as Pool, make_room};
 
 use super::args::{self, Arg};
 use super::base_pool::{BasePool, PoolClass, PoolVisitor};
+use super::cache_layout::CacheLayout;
 use super::copying;
 use super::debug::Debug;
 use super::export::{BufferLists, buffer_lists, to_tensor, to_tensors};
@@ -288,6 +289,12 @@ impl GdnPool {
     #[getter]
     fn dtype(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_dtype(py, self.pool.config().dtype)
+    }
+
+    /// What the pool keeps, as a layout of one group.
+    #[getter]
+    fn cache_layout(&self) -> CacheLayout {
+        CacheLayout::new_of(self.pool.layout().clone())
     }
 
     fn __repr__(&self) -> String {

@@ -14,6 +14,7 @@ use crate::pool::{KvConfig, KvLayout, KvPool as Pool, Scales, make_room};
 
 use super::args::{self, Arg};
 use super::base_pool::{BasePool, PoolClass, PoolVisitor};
+use super::cache_layout::CacheLayout;
 use super::copying;
 use super::debug::Debug;
 use super::export::{BufferLists, buffer_lists, to_tensors};
@@ -449,6 +450,12 @@ impl KvPool {
     #[getter]
     fn dtype(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         to_dtype(py, self.pool.config().dtype)
+    }
+
+    /// What the pool keeps, as a layout of one group.
+    #[getter]
+    fn cache_layout(&self) -> CacheLayout {
+        CacheLayout::new_of(self.pool.layout().clone())
     }
 
     fn __repr__(&self) -> String {

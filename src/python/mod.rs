@@ -18,6 +18,8 @@ mod args;
 mod base_pool;
 mod batch_planner;
 mod buffer_pool;
+mod cache_arena;
+mod cache_layout;
 mod capsule;
 mod chunk_pool;
 mod debug;
@@ -217,6 +219,10 @@ mod _kvpool {
     use super::batch_planner::{BatchPlan, BatchPlanner, HostPlan};
     #[pymodule_export]
     use super::buffer_pool::{Buffer, BufferPool, BufferStep};
+    #[pymodule_export]
+    use super::cache_arena::CacheArena;
+    #[pymodule_export]
+    use super::cache_layout::{CacheLayout, Group, Plane, SlabLayout};
     #[pymodule_export]
     use super::chunk_pool::{Chunk, ChunkCopy, ChunkPool, PageLocking};
     #[pymodule_export]

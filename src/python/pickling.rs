@@ -15,13 +15,18 @@ pub(super) fn refuse(object: &Bound<'_, PyAny>) -> PyResult<()> {
     )))
 }
 
-/// Registers [`refuse`] for every class of `module` with `copyreg`, which `pickle` and `copy` ask.
+/// Registers [`refuse`] for the classes of `module` with `copyreg`, which `pickle` and `copy` ask; not for plain values,
+/// which say what they are made of.
 pub(super) fn explain(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
     let register = py.import("copyreg")?.getattr("pickle")?;
     let refuse = wrap_pyfunction!(refuse, module)?;
     for thing in module.dict().values() {
-        if let Ok(class) = thing.cast_into::<PyType>() {
+        if let Ok(class) = thing.cast_into::<PyType>()
+            && !["__getnewargs__", "__getnewargs_ex__"]
+                .iter()
+                .any(|name| class.hasattr(*name).unwrap_or(false))
+        {
             register.call1((class, &refuse))?;
         }
     }

@@ -27,6 +27,7 @@ class Case:
         cls: The class.
         sizes: Its arguments that are sizes, and small ones that work.
         stats: The type of `stats()`.
+        given: Arguments that are not sizes, and that it cannot do without.
         below: The pools that it is made of, on a device. It is where they are, and has no argument for that.
         may_be_zero: The sizes that may be 0.
         dtype: Its dtype unless one is named, if it has one.
@@ -34,6 +35,7 @@ class Case:
         big: Sizes for which a leak shows.
         full: Arguments with which it does all that it can.
         unit: What it hands out, or keeps.
+        freed: What a report of bad frees counts, if not that.
         on_device: Whether its memory is on its device. If not it is in host memory, whatever it is made of.
         tensors: Tensors over all of its memory.
         hidden: Bytes of its memory over which there are no tensors.
@@ -48,6 +50,7 @@ class Case:
     cls: type[Any]
     sizes: dict[str, int]
     stats: type[Any]
+    given: dict[str, Any] = field(default_factory=dict)
     below: Callable[..., dict[str, Any]] = dict
     may_be_zero: tuple[str, ...] = ()
     dtype: str | None = None
@@ -55,6 +58,7 @@ class Case:
     big: dict[str, int] = field(default_factory=dict)
     full: dict[str, int] = field(default_factory=dict)
     unit: str = "slot"
+    freed: str = ""
     on_device: bool = True
     tensors: Callable[[Any], list[torch.Tensor]] = lambda _pool: []
     hidden: Callable[[Any], int] = lambda _pool: 0
@@ -79,7 +83,7 @@ class Case:
         """A small pool on the device of the test. Changes that it does not know are of those below it."""
         dtype = {} if self.dtype is None else {"dtype": "float32"}
         if self.takes_device:
-            return self.cls(**{**self.sizes, **dtype, "device": devices.current(), **changes})
+            return self.cls(**{**self.given, **self.sizes, **dtype, "device": devices.current(), **changes})
         others = {name: changes.pop(name) for name in set(changes) - set(self.parameters)}
         return self.cls(**{**self.below(devices.current(), **others), **self.sizes, **changes})
 
@@ -128,6 +132,19 @@ def _copy_states(pool: kvpool.GDNPool) -> None:
     pool.copy_states(1, track)
     pool.reset_states([1, 2])
     pool.free_track_slot(track)
+
+
+STATES = kvpool.CacheLayout(
+    [kvpool.Group("state", "state", [0], [kvpool.Plane("recurrent", "float32", (256, 128))])]
+)
+"""One slab holds one state of 128 KiB."""
+
+
+def _use_units(pool: kvpool.CacheArena) -> None:
+    taken = some(pool.alloc({"state": 3}))
+    pool.buffer("state", "recurrent", 0)[taken["state"]] = 1
+    pool.free("state", taken["state"])
+    pool.verify()
 
 
 def _use_pages(pool: kvpool.PagePool) -> None:
@@ -307,6 +324,22 @@ CASES = {
             give=lambda pool, slot: pool.free_track_slot(slot),
             by_number=lambda pool, slot: pool.free_track_slot(slot),
             needs_device=lambda pool: [lambda: pool.reset_states([1]), lambda: pool.copy_states(1, 2)],
+        ),
+        Case(
+            kvpool.CacheArena,
+            {"arena_bytes": 1 << 20},
+            kvpool.typing.ArenaStats,
+            given={"layout": STATES},
+            too_large={"arena_bytes": 1 << 47},
+            big={"arena_bytes": 1 << 24},
+            unit="slab",
+            freed="unit",
+            tensors=lambda pool: [pool.buffer("state", "recurrent", 0)],
+            use=_use_units,
+            take=lambda pool: pool.alloc({"state": 1}),
+            give=lambda pool, units: pool.free("state", units["state"]),
+            number=lambda units: int(units["state"][0]),
+            by_number=lambda pool, unit: pool.free("state", [unit]),
         ),
         Case(
             kvpool.PagePool,

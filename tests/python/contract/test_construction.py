@@ -199,13 +199,14 @@ def test_without_a_driver_says_what_was_looked_for(case: Case) -> None:
     if case.parameters["device"].default == "cuda":
         dtype = {"dtype": case.dtype} if case.dtype else {}
         with pytest.raises(kvpool.BackendUnavailableError, match="libcuda"):
-            case.cls(**case.sizes, **dtype)
+            case.cls(**case.given, **case.sizes, **dtype)
 
 
 @every_pool
 @devices.cpu_only
 def test_defaults_are_what_the_signature_says(case: Case) -> None:
-    given = {**case.sizes, **({"device": "cpu"} if case.takes_device else case.below("cpu"))}
+    device = {"device": "cpu"} if case.takes_device else case.below("cpu")
+    given = {**case.given, **case.sizes, **device}
     needed = {
         name: given[name]
         for name, parameter in case.parameters.items()
