@@ -14,11 +14,11 @@ from fleet_report import fleet_as_json, print_fleet
 from rich.console import Console
 
 from kvpool.errors import ConfigError
+from kvpool.models.model_config import read_model
 from kvpool.tools.bandwidths import Bandwidth, read_bandwidths
 from kvpool.tools.options import Parser, at_least
 from kvpool.tools.output import WIDTH, fail, refuse, waiting
 from kvpool.tools.plan.command import add_model_options, model_options
-from kvpool.tools.plan.model_config import read_model
 from kvpool.tools.plan.solver import make_plan
 from kvpool.tools.traces import Trace, TraceError, read_trace, synthetic_trace
 

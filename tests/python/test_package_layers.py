@@ -64,7 +64,8 @@ MAY_IMPORT = {
     "observe": {""},
     "integrations": {"", "remote"},
     "remote": {""},
-    "tools": {"", "integrations"},
+    "models": {""},
+    "tools": {"", "models", "integrations"},
 }
 
 

@@ -20,11 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.errors import ConfigError
 from kvpool.integrations.transformers import PooledModel
-from kvpool.tools.cli import main
-from kvpool.tools.output import bytes_text, exact_bytes_text
-from kvpool.tools.plan.fields import DEFAULTS, Fields
-from kvpool.tools.plan.layer_kinds import layer_kinds
-from kvpool.tools.plan.model_config import (
+from kvpool.models.fields import DEFAULTS, Fields
+from kvpool.models.layer_kinds import layer_kinds
+from kvpool.models.model_config import (
     ATTENTION_TYPES,
     GDN_TYPES,
     MAMBA2_TYPES,
@@ -33,6 +31,8 @@ from kvpool.tools.plan.model_config import (
     parse_model,
     read_model,
 )
+from kvpool.tools.cli import main
+from kvpool.tools.output import bytes_text, exact_bytes_text
 from kvpool.tools.plan.pool_bytes import footprint
 from kvpool.tools.plan.solver import MLA_FORMS, Plan, PlanConfig, make_plan
 from kvpool.tools.units import parse_bytes
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from shared_fixtures import RunSnippet
     from software import Driver
 
-    from kvpool.tools.plan.model import Model
+    from kvpool.models.model import Model
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -155,7 +155,7 @@ def test_defaults_equal_those_of_transformers(model_type: str) -> None:
 KINDS = {
     "full_attention": "full",
     "sliding_attention": "window",
-    "chunked_attention": "window",
+    "chunked_attention": "chunk",
     "linear_attention": "linear",
     "hybrid": "hybrid",
     "mlp": "none",
@@ -434,14 +434,14 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
         ),
         (without("Llama-3.1-8B", is_encoder_decoder=True), "encoder-decoder"),
         (
-            without("Llama-3.1-8B", layer_types=["full_attention", "conv"]),
-            "unknown kinds in layer_types: 'conv'",
+            without("Llama-3.1-8B", layer_types=["full_attention", "wavelet"]),
+            "unknown kinds in layer_types: 'wavelet'",
         ),
         (without("Llama-3.1-8B", layer_types=["full_attention"]), "1 layers and has num_hidden_layers 32"),
         (without("Llama-3.1-8B", layer_types="full"), "layer_types 'full'; it must be a list"),
         (without("DeepSeek-V3", "qk_rope_head_dim"), "'deepseek_v3' needs qk_rope_head_dim"),
         (without("DeepSeek-V3", model_type="deepseek_v9"), "in every layer (kv_lora_rank)"),
-        (without("DeepSeek-V3", model_type="deepseek_v32", index_head_dim=128), "index_head_dim"),
+        (without("DeepSeek-V3", model_type="deepseek_v33", index_head_dim=128), "index_head_dim"),
         (without("Bamba-9B", model_type="mamba3"), "mamba_d_state"),
         (without("Llama-3.1-8B", model_type="new", layer_types=["rwkv"]), "('rwkv')"),
         (without("Qwen3-Next-80B-A3B", "linear_num_value_heads"), "needs linear_num_value_heads"),
@@ -767,6 +767,7 @@ def test_the_command_prints_json(deepseek: Path) -> None:
     result = invoke(str(deepseek), "--memory", "1GiB", "--context", "512", "--json", "--max-requests", "3")
     found = json.loads(result.stdout)
     plan = make_plan(read_model(deepseek), PlanConfig(GIB, context_len=512, max_requests=3))
+    assert found.pop("arena")["groups"]["full"]["planes"] == {"latent": [576]}
     assert found == json.loads(json.dumps(plan.as_json()))
     assert (found["token_bytes"], found["max_reqs"], found["states"]) == (70_272, 3, None)
     assert found["total_bytes"] + found["spare_bytes"] == GIB

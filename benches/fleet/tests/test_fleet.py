@@ -23,9 +23,9 @@ from fleet_report import fleet_as_json
 from model_configs import CONFIGS
 
 from kvpool.errors import ConfigError
+from kvpool.models.model_config import parse_model
 from kvpool.tools.bandwidths import Bandwidth, as_json, read_bandwidths
 from kvpool.tools.cli import main as kvpool
-from kvpool.tools.plan.model_config import parse_model
 from kvpool.tools.plan.solver import PlanConfig, make_plan
 from kvpool.tools.replay.hit_rates import measure
 from kvpool.tools.traces import Trace, read_trace, synthetic_trace

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpool.errors import ConfigError
+from kvpool.models.model_config import read_model
 from kvpool.tools.needs import COMMAND_LINE
 from kvpool.tools.options import Parser, at_least
 from kvpool.tools.output import fail, need, refuse
-from kvpool.tools.plan.model_config import read_model
-from kvpool.tools.plan.solver import MLA_FORMS, PAGE_SIZE, STEP_TOKENS, PlanConfig, make_plan
+from kvpool.tools.plan.arena import make_arena_plan
+from kvpool.tools.plan.solver import MLA_FORMS, PAGE_SIZE, STEP_TOKENS, PlanConfig, make_plan, needs_arena
 from kvpool.tools.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Compute how many tokens and requests of a model fit into memory, and print the
-pools for them.
+layout of what it keeps, an arena for it beside what engines do with the same
+memory, and the pools.
 
 Reads config.json only, and needs neither PyTorch nor transformers nor a GPU.
 All memory of the pools on the device is counted: the printed constructors fit
@@ -76,6 +78,12 @@ def add_model_options(parser: ArgumentParser) -> None:
         metavar="FORM",
         help=f"storage of latent attention: {', '.join(MLA_FORMS)} (default: latent)",
     )
+    add(
+        "--state-dtype",
+        default="float32",
+        metavar="DTYPE",
+        help="data type of recurrent states in an arena (default: float32)",
+    )
     add("--json", action="store_true", help="print one JSON object instead of tables")
 
 
@@ -96,6 +104,7 @@ def model_options(options: Namespace, device: str) -> PlanConfig:
         max_requests=options.max_requests,
         step_tokens=options.step_tokens,
         host_tier=options.host_tier,
+        state_dtype=options.state_dtype,
         mla=options.mla,
         device=device,
     )
@@ -118,13 +127,18 @@ def run(options: Namespace) -> int:
     except ConfigError as error:
         refuse(str(error))
     try:
-        made = make_plan(read_model(options.config), config)
+        model = read_model(options.config)
+        pools = make_plan(model, config) if needs_arena(model) is None else None
+        arena = make_arena_plan(model, config)
     except (ConfigError, OSError) as error:
         fail(str(error))
     if options.json:
-        sys.stdout.write(json.dumps(made.as_json()) + "\n")
-    else:
-        from kvpool.tools.plan.report import print_plan  # noqa: PLC0415 - of an extra
+        found = {} if pools is None else pools.as_json()
+        sys.stdout.write(json.dumps({**found, "arena": arena.as_json()}) + "\n")
+        return 0
+    from kvpool.tools.plan.report import print_arena, print_plan  # noqa: PLC0415 - of an extra
 
-        print_plan(made)
+    print_arena(arena)
+    if pools is not None:
+        print_plan(pools)
     return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvpool._kvpool import _STORAGE_DTYPES, _footprint
 
 if TYPE_CHECKING:
-    from kvpool.tools.plan.model import KvLayers, States
+    from kvpool.models.model import KvLayers, States
 
 _FLOAT32_BYTES = 4
 

@@ -11,10 +11,76 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpool.tools.output import WIDTH, exact_bytes_text
+from kvpool.tools.plan.engines import LEAST_TOKENS, REQUEST_TOKENS
 from kvpool.tools.plan.pool_bytes import row_bytes
 
 if TYPE_CHECKING:
+    from kvpool.tools.plan.arena import ArenaPlan
     from kvpool.tools.plan.solver import Plan
+
+
+def print_arena(plan: ArenaPlan) -> None:
+    """Print the layout of a model, and what an arena and other ways hold."""
+    console = Console(width=WIDTH)
+    console.print(_layout(plan))
+    console.print(_usages(plan))
+    for note in plan.notes:
+        table = Table.grid(padding=(0, 1))
+        table.add_row("*", Text(note))
+        console.print(table, highlight=False)
+
+
+def _layout(plan: ArenaPlan) -> Table:
+    """Return a row for each group."""
+    layout = plan.layout
+    table = Table(
+        title=f"Layout of {escape(layout.model)}, pages of {layout.page_size}", title_justify="left"
+    )
+    for name in ("group", "kind", "planes of an entry"):
+        table.add_column(name)
+    for name in ("layers", "bytes, all layers", "in a slab"):
+        table.add_column(name, justify="right")
+    for group in layout.groups:
+        kind = group.kind if group.tokens is None else f"{group.kind} of {group.tokens:,}"
+        if group.stride > 1:
+            kind += f", 1 for {group.stride} tokens"
+        each = " of a layer" if plan.slabs.by_layer(group.name) else ""
+        aliases = f" + {len(group.aliases)} aliases" if group.aliases else ""
+        table.add_row(
+            group.name,
+            kind,
+            Text(
+                "\n".join(
+                    f"{plane.name} {list(plane.shape)}: {plane.entry_bytes:,} B" for plane in group.planes
+                )
+            ),
+            f"{len(group.layers)}{aliases}",
+            f"{len(group.layers) * group.entry_bytes:,}",
+            f"{plan.slabs.units(group.name):,}{each}",
+        )
+    return table
+
+
+def _usages(plan: ArenaPlan) -> Table:
+    """Return a row for each way to lay out the memory."""
+    slabs = plan.slabs
+    table = Table(
+        title=f"The same memory: {slabs.num_slabs:,} slabs of {slabs.slab_bytes:,} B, or other ways",
+        title_justify="left",
+    )
+    table.add_column("way")
+    table.add_column("lost", justify="right")
+    table.add_column(f"{LEAST_TOKENS} tokens", justify="right")
+    for tokens in REQUEST_TOKENS:
+        table.add_column(f"{tokens:,} tokens", justify="right")
+    for usage in plan.usages:
+        table.add_row(
+            usage.name,
+            f"{100 * usage.lost:.2f} %",
+            f"{usage.least_bytes / plan.least_bytes:.2f}x of need",
+            *(f"{usage.requests[tokens]:,} at once" for tokens in REQUEST_TOKENS),
+        )
+    return table
 
 
 def print_plan(plan: Plan) -> None:

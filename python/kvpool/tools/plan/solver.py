@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.errors import ConfigError
-from kvpool.tools.plan.fields import MOST_INT32
-from kvpool.tools.plan.model import KvLayers, Model, States
+from kvpool.models.fields import MOST_INT32
+from kvpool.models.model import KvLayers, Model, States
+from kvpool.models.sharding import shard, shard_states
 from kvpool.tools.plan.pool_bytes import Footprint, Shapes, footprint
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class PlanConfig:
         max_requests: The most requests at once; None for as many as fit with `mean_context` tokens each.
         step_tokens: The most new tokens in a step of the planner.
         host_tier: Whether there is a `HostTier` below, which copies through a staging area on a GPU.
+        state_dtype: Data type of recurrent states in an arena.
         mla: Storage form of latent attention, one of `MLA_FORMS`.
         device: Device of the pools, in PyTorch's notation.
     """
@@ -56,6 +58,7 @@ class PlanConfig:
     max_requests: int | None = None
     step_tokens: int = STEP_TOKENS
     host_tier: bool = False
+    state_dtype: str = "float32"
     mla: str = "latent"
     device: str = "cuda"
 
@@ -68,12 +71,21 @@ class PlanConfig:
             raise ConfigError(
                 f"--reserve, {self.reserve_bytes:,} bytes, exceeds --memory, {self.memory_bytes:,} bytes"
             )
-        if self.dtype is not None and DTYPE_ALIASES.get(self.dtype, self.dtype) not in _STORAGE_DTYPES:
+        if self.dtype is not None and self.storage_dtype not in _STORAGE_DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(_STORAGE_DTYPES)}, not {self.dtype!r}")
+        if self.state_dtype not in _STORAGE_DTYPES:
+            raise ConfigError(
+                f"state_dtype must be one of {', '.join(_STORAGE_DTYPES)}, not {self.state_dtype!r}"
+            )
         if self.mla not in MLA_FORMS:
             raise ConfigError(f"mla must be one of {', '.join(MLA_FORMS)}, not {self.mla!r}")
         if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:
             raise ConfigError(f"device must be cpu, cuda or cuda:N, not {self.device!r}")
+
+    @property
+    def storage_dtype(self) -> str | None:
+        """Data type of keys and values by its full name; None for the model's."""
+        return self.dtype and DTYPE_ALIASES.get(self.dtype, self.dtype)
 
     @property
     def budget_bytes(self) -> int:
@@ -203,8 +215,14 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
     """Find the largest pools that fit.
 
     Raises:
-        ConfigError: If heads cannot be divided among GPUs, no dtype or context is known, or no page fits.
+        ConfigError: If no pools hold the model, heads cannot be divided among GPUs, no dtype or context is
+            known, or no page fits.
     """
+    reason = needs_arena(model)
+    if reason is not None:
+        raise ConfigError(
+            f"{model.model_type} keeps {reason}: a CacheArena holds it, no KVPool and GDNPool do"
+        )
     dtype, conv_dtype, notes = _dtypes(model, config)
     context_len = config.context_len or model.max_context_len
     if context_len is None:
@@ -218,11 +236,11 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
     if model.query_head_num % tp:
         raise ConfigError(f"{model.query_head_num} query heads cannot be divided among {tp} GPUs")
     forms = _mla_forms(model, tp)
-    kv = forms[config.mla] if forms else tuple(_shard(group, tp) for group in model.attention)
+    kv = forms[config.mla] if forms else tuple(shard(group, tp) for group in model.attention)
     shapes = Shapes(
         kv=kv,
         dtype=dtype,
-        states=None if model.states is None else _shard_states(model.states, tp),
+        states=None if model.states is None else shard_states(model.states, tp),
         conv_dtype=conv_dtype,
         page_size=config.page_size,
         max_context_len=context_len,
@@ -250,9 +268,20 @@ def make_plan(model: Model, config: PlanConfig) -> Plan:
     return replace(plan, notes=(*model.notes, *notes, *_notes(plan)))
 
 
+def needs_arena(model: Model) -> str | None:
+    """Return what a model keeps that the pools have no place for."""
+    if model.chains:
+        return "compressed entries beside windows"
+    if model.index_dim:
+        return "an index key beside the latent vector"
+    if model.states is not None and model.states.head_num == 0:
+        return "states of convolutions alone"
+    return None
+
+
 def _dtypes(model: Model, config: PlanConfig) -> tuple[str, str, tuple[str, ...]]:
     """Return the data types of keys and values and of convolution states, and notes."""
-    asked = config.dtype and DTYPE_ALIASES.get(config.dtype, config.dtype)
+    asked = config.storage_dtype
     dtype = asked or model.dtype
     if dtype is None:
         raise ConfigError(f"the configuration of {model.model_type} has no dtype; give --dtype")
@@ -286,32 +315,6 @@ def _mla_forms(model: Model, tp: int) -> dict[str, tuple[KvLayers, ...]]:
         "expanded": (heads, k_dim, heads, mla.v_head_dim),
     }
     return {name: (KvLayers(mla.layers, *shape),) for name, shape in shapes.items()}
-
-
-def _shard(group: KvLayers, tp: int) -> KvLayers:
-    return replace(
-        group,
-        k_head_num=_share(group.k_head_num, tp, "KV heads"),
-        v_head_num=_share(group.v_head_num, tp, "KV heads"),
-    )
-
-
-def _shard_states(states: States, tp: int) -> States:
-    if states.head_num % tp:
-        raise ConfigError(
-            f"{states.head_num} heads of {states.kind} states cannot be divided among {tp} GPUs"
-        )
-    groups = states.group_num and _share(states.group_num, tp, f"groups of {states.kind} heads")
-    return replace(states, head_num=states.head_num // tp, group_num=groups)
-
-
-def _share(heads: int, tp: int, what: str) -> int:
-    """Return the heads of one GPU: divided, or one head replicated on several GPUs."""
-    if heads % tp == 0:
-        return heads // tp
-    if tp % heads == 0:
-        return 1
-    raise ConfigError(f"{heads} {what} can neither be divided among {tp} GPUs nor replicated evenly")
 
 
 def _solve(shapes: Shapes, config: PlanConfig, mean_pages: int) -> tuple[int, int]:

@@ -111,6 +111,17 @@ class Fields:
             raise self.error(f"has {name} {brief(value)}; it must be a list")
         return value or []
 
+    def inner(self, name: str) -> Fields:
+        """Read an object of fields.
+
+        Raises:
+            ConfigError: If the value is missing or not an object.
+        """
+        value = self.values.get(name)
+        if not isinstance(value, dict):
+            raise self.error(f"has {name} {brief(value)}; it must be an object")
+        return Fields(value, self.model_type)
+
     def numbers(self, name: str, most: int) -> list[int]:
         """Read a list of numbers from 0 to `most`; empty if it is missing or null.
 

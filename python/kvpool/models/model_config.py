@@ -12,8 +12,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError
-from kvpool.tools.plan.fields import Fields, brief
-from kvpool.tools.plan.layer_kinds import (
+from kvpool.models.fields import Fields, brief
+from kvpool.models.layer_kinds import (
+    CHUNK,
     FULL,
     HYBRID,
     LINEAR,
@@ -22,7 +23,7 @@ from kvpool.tools.plan.layer_kinds import (
     layer_kinds,
     unknown_kinds,
 )
-from kvpool.tools.plan.model import KvLayers, Mla, Model, States
+from kvpool.models.model import Chain, KvLayers, Mla, Model, States
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +76,17 @@ MLA_TYPES = frozenset(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 GDN_TYPES = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
 MAMBA2_TYPES = frozenset(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"))
 MAMBA_TYPES = frozenset(("jamba",))
+KDA_TYPES = frozenset(("kimi_linear",))
+"""Model types with Kimi Delta Attention in some layers, and latent attention in the others."""
+
+CONV_TYPES = frozenset(("lfm2", "lfm2_moe"))
+"""Model types with short convolutions, which have no recurrent state."""
+
+INDEXED_TYPES = frozenset(("deepseek_v32",))
+"""Model types with an index key beside the latent vector."""
+
+CHAIN_TYPES = frozenset(("deepseek_v4",))
+"""Model types with compressed entries."""
 
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """Keys of the language model's configuration in multimodal models."""
@@ -131,18 +143,21 @@ def parse_model(config: dict[str, Any]) -> Model:
     if config.get("is_encoder_decoder") or fields.values.get("is_encoder_decoder"):
         raise fields.error("is an encoder-decoder, whose cross-attention is not supported")
     _refuse_foreign(fields)
-    kinds = layer_kinds(fields)
-    attending = tuple(i for i, kind in enumerate(kinds) if kind in {FULL, WINDOW, HYBRID})
-    windowed = tuple(i for i, kind in enumerate(kinds) if kind == WINDOW)
+    chains = _chains(fields) if fields.model_type in CHAIN_TYPES else ()
+    kinds = [WINDOW] * fields.count("num_hidden_layers") if chains else layer_kinds(fields)
+    attending = tuple(i for i, kind in enumerate(kinds) if kind in {FULL, WINDOW, CHUNK, HYBRID})
+    windowed = tuple(i for i, kind in enumerate(kinds) if kind in {WINDOW, CHUNK})
     if not attending:
         raise fields.error("has no attention layer, so it needs no token slots")
-    mla = _mla(fields, attending) if fields.model_type in MLA_TYPES else None
+    is_latent = fields.model_type in MLA_TYPES | INDEXED_TYPES | KDA_TYPES
+    mla = _mla(fields, attending) if is_latent else None
     attention = () if mla is not None else _attention(fields, kinds, attending)
     kept = {layer for group in attention for layer in group.layers}
     windowed = tuple(layer for layer in windowed if mla is not None or layer in kept)
     window = fields.optional("attention_chunk_size", "sliding_window") if windowed else None
     if window is None:
         windowed = ()
+    shared = _shared(fields, kinds, attending, kept) if kept else ()
     _add_drafting_note(fields)
     return Model(
         model_type=fields.model_type,
@@ -153,6 +168,10 @@ def parse_model(config: dict[str, Any]) -> Model:
         states=_states(fields, kinds),
         windowed=windowed,
         window=window,
+        is_chunked=CHUNK in kinds,
+        shared=shared,
+        index_dim=fields.count("index_head_dim") if fields.model_type in INDEXED_TYPES else 0,
+        chains=chains,
         dtype=_dtype(fields, config),
         max_context_len=fields.optional(
             "max_position_embeddings", "n_positions", "model_max_length", "n_ctx"
@@ -182,6 +201,7 @@ def _language_model(config: dict[str, Any]) -> Fields:
 def _refuse_foreign(fields: Fields) -> None:
     """Raise for an unknown model type that has more than keys and values."""
     known = ATTENTION_TYPES | MLA_TYPES | GDN_TYPES | MAMBA2_TYPES | MAMBA_TYPES
+    known |= KDA_TYPES | CONV_TYPES | INDEXED_TYPES | CHAIN_TYPES
     model_type = fields.model_type
     if model_type in known:
         return
@@ -224,6 +244,42 @@ def _attention(fields: Fields, kinds: list[str], attending: tuple[int, ...]) -> 
         groups.setdefault(others.get(layer, (heads, dim)), []).append(layer)
     return tuple(
         KvLayers(tuple(layers), number, width, number, width) for (number, width), layers in groups.items()
+    )
+
+
+def _shared(
+    fields: Fields, kinds: list[str], attending: tuple[int, ...], kept: set[int]
+) -> tuple[tuple[int, int], ...]:
+    """Return the layers that use the keys and values of another: the last one of their kind that has any."""
+    pairs = []
+    for layer in attending:
+        if layer not in kept:
+            of = max((keeper for keeper in kept if kinds[keeper] == kinds[layer]), default=None)
+            if of is None:
+                raise fields.error(f"has no layer whose keys and values layer {layer} could use")
+            pairs.append((layer, of))
+    return tuple(pairs)
+
+
+def _chains(fields: Fields) -> tuple[Chain, ...]:
+    """Return the layers with compressed entries. The list has an entry for each drafting layer, too."""
+    total = fields.count("num_hidden_layers")
+    ratios = fields.numbers("compress_ratios", 1 << 20)[:total]
+    if len(ratios) < total:
+        raise fields.error(f"has compress_ratios of {len(ratios)} of {total} layers")
+    found = sorted({ratio for ratio in ratios if ratio > 1})
+    if not found:
+        raise fields.error("has compress_ratios of no layer above 1")
+    # The finest chain has an index, and entries that overlap.
+    index_dim = fields.count("index_head_dim")
+    return tuple(
+        Chain(
+            tuple(layer for layer, of in enumerate(ratios) if of == ratio),
+            ratio,
+            index_dim if ratio == found[0] else 0,
+            overlaps=ratio == found[0],
+        )
+        for ratio in found
     )
 
 
@@ -312,6 +368,11 @@ def _states(fields: Fields, kinds: list[str]) -> States | None:
             fields.count("linear_num_key_heads"),
             fields.count("linear_conv_kernel_dim"),
         )
+    if fields.model_type in KDA_TYPES:
+        return _kda(fields, layers)
+    if fields.model_type in CONV_TYPES:
+        taps = fields.count("conv_L_cache")
+        return States("short convolution", layers, 0, 0, 0, 0, taps, fields.count("hidden_size"))
     expand = fields.optional("mamba_expand", "expand") or 2
     inner = fields.optional("mamba_d_ssm") or expand * fields.count("hidden_size")
     taps = fields.count("mamba_d_conv", "conv_kernel")
@@ -325,6 +386,15 @@ def _states(fields: Fields, kinds: list[str]) -> States | None:
     return States(
         "Mamba-2", layers, heads, fields.count("mamba_d_state", "ssm_state_size"), width, groups, taps
     )
+
+
+def _kda(fields: Fields, layers: tuple[int, ...]) -> States:
+    """Return states of Kimi Delta Attention: a convolution for queries, keys and values of every head."""
+    if isinstance(fields.values.get("linear_attn_config"), dict):
+        fields = fields.inner("linear_attn_config")
+    heads, dim = fields.count("linear_num_heads", "num_heads"), fields.count("linear_head_dim", "head_dim")
+    taps = fields.count("linear_conv_kernel_dim", "short_conv_kernel_size")
+    return States("Kimi Delta Attention", layers, heads, dim, dim, heads, taps, 3 * heads * dim)
 
 
 def _dtype(fields: Fields, config: dict[str, Any]) -> str | None:

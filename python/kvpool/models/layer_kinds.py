@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from kvpool.tools.plan.fields import brief
+from kvpool.models.fields import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from kvpool.tools.plan.fields import Fields
+    from kvpool.models.fields import Fields
 
 FULL = "full"
 """A layer that attends to all tokens."""
 WINDOW = "window"
 """A layer that attends to the last tokens only."""
+CHUNK = "chunk"
+"""A layer that attends to the tokens of its chunk only."""
 LINEAR = "linear"
 """A layer with a state."""
 HYBRID = "hybrid"
@@ -27,12 +29,13 @@ MOST_LAYERS = 10_000
 
 # Names in `layer_types` and `layers_block_type`, old and new.
 PLAIN_KINDS = frozenset(("attention", "chunked_attention", "full_attention", "sliding_attention"))
-LINEAR_KINDS = frozenset(("linear_attention", "mamba", "mamba2"))
+LINEAR_KINDS = frozenset(("conv", "linear_attention", "mamba", "mamba2"))
 _KINDS = {
     "attention": FULL,
     "full_attention": FULL,
     "sliding_attention": WINDOW,
-    "chunked_attention": WINDOW,
+    "chunked_attention": CHUNK,
+    "indexed_attention": FULL,
     **dict.fromkeys(LINEAR_KINDS, LINEAR),
     "hybrid": HYBRID,
     "mlp": NONE,
@@ -130,8 +133,8 @@ def _llama4(fields: Fields) -> list[str]:
     """Return layers that attend within a chunk, and to all tokens those without rotary embeddings."""
     rotary = fields.numbers("no_rope_layers", 1)
     if rotary:
-        return [WINDOW if flag else FULL for flag in rotary]
-    return _every(fields, fields.optional("no_rope_layer_interval") or 4, WINDOW)
+        return [CHUNK if flag else FULL for flag in rotary]
+    return _every(fields, fields.optional("no_rope_layer_interval") or 4, CHUNK)
 
 
 def _jamba(fields: Fields) -> list[str]:
@@ -158,6 +161,24 @@ def _nemotron_h(fields: Fields) -> list[str]:
     return [_LETTERS[letter] for letter in pattern]
 
 
+def _kimi(fields: Fields) -> list[str]:
+    """Return layers of which `linear_attn_config` lists those with attention, from 1 on."""
+    total = _layers(fields)
+    inner = fields.inner("linear_attn_config")
+    attending = set(inner.numbers("full_attn_layers", total))
+    linear = set(inner.numbers("kda_layers", total))
+    if attending & linear or attending | linear != set(range(1, total + 1)):
+        raise fields.error(f"has linear_attn_config lists that do not name each of {total} layers once")
+    return [FULL if layer + 1 in attending else LINEAR for layer in range(total)]
+
+
+def _lfm2(fields: Fields) -> list[str]:
+    listed = fields.numbers("full_attn_idxs", _layers(fields) - 1)
+    if not listed:
+        raise fields.error("needs layer_types or full_attn_idxs, and the configuration does not have it")
+    return [FULL if layer in listed else LINEAR for layer in range(_layers(fields))]
+
+
 def _granite(fields: Fields) -> list[str]:
     raise fields.error("needs layer_types, and the configuration does not have it")
 
@@ -172,4 +193,7 @@ _RULES: dict[str, Callable[[Fields], list[str]]] = {
     "nemotron_h": _nemotron_h,
     "falcon_h1": lambda fields: [HYBRID] * _layers(fields),
     "granitemoehybrid": _granite,
+    "kimi_linear": _kimi,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2,
 }

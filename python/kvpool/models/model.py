@@ -50,13 +50,15 @@ class States:
     """Layers with a state of fixed size per request, in the terms of `GDNPool`.
 
     Attributes:
-        kind: "Gated DeltaNet", "Mamba-2" or "Mamba".
+        kind: "Gated DeltaNet", "Kimi Delta Attention", "Mamba-2", "Mamba" or "short convolution".
         layers: Numbers of the layers.
         head_num: Value heads; for Mamba, which has none, its channels.
         head_k_dim: Elements of a key head; for Mamba, the size of the state.
         head_v_dim: Elements of a value head; 1 for Mamba.
         group_num: Key heads, or the groups of Mamba-2; 0 for Mamba, whose convolution has none.
         conv_kernel_size: Taps of the convolution.
+        conv_channels: Channels of the convolution where they do not follow from heads: keys and queries of
+            each head, or no heads at all (short convolutions, which have no recurrent state).
     """
 
     kind: str
@@ -66,11 +68,31 @@ class States:
     head_v_dim: int
     group_num: int
     conv_kernel_size: int
+    conv_channels: int | None = None
 
     @property
     def conv_dim(self) -> int:
         """Channels of the convolution: values, and keys and queries of each group."""
+        if self.conv_channels is not None:
+            return self.conv_channels
         return self.head_num * self.head_v_dim + 2 * self.group_num * self.head_k_dim
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Layers with one compressed entry for several tokens, of all tokens, as DeepSeek V4 has them.
+
+    Attributes:
+        layers: Numbers of the layers.
+        ratio: Tokens that an entry stands for.
+        index_dim: Elements of an entry's index key; 0 without.
+        overlaps: Whether an entry pools the tokens of the one before, too.
+    """
+
+    layers: tuple[int, ...]
+    ratio: int
+    index_dim: int
+    overlaps: bool
 
 
 @dataclass(frozen=True)
@@ -82,10 +104,14 @@ class Model:
         layer_num: Layers, of all kinds.
         query_head_num: Query heads of attention.
         attention: Layers with keys and values, by shape; empty with `mla`.
-        mla: Latent attention, in all layers or in none.
+        mla: Latent attention, in all attention layers or in none.
         states: Layers with states; None without.
-        windowed: Attention layers that attend to the last `window` tokens only.
-        window: Size of the window; None without such layers.
+        windowed: Attention layers that attend to the last `window` tokens only, or to those of a chunk.
+        window: Size of the window or chunk; None without such layers.
+        is_chunked: Whether they attend to the tokens of a chunk of `window` tokens.
+        shared: Layers that use the keys and values of another, with that one.
+        index_dim: Elements of the index key that each layer keeps beside the latent vector; 0 without.
+        chains: Layers with compressed entries, by ratio.
         dtype: Data type of weights and activations in the configuration; None if missing.
         max_context_len: The most tokens of a request; None if the configuration does not limit them.
         notes: Assumptions, and parts that are not counted.
@@ -99,6 +125,10 @@ class Model:
     states: States | None
     windowed: tuple[int, ...]
     window: int | None
+    is_chunked: bool
+    shared: tuple[tuple[int, int], ...]
+    index_dim: int
+    chains: tuple[Chain, ...]
     dtype: str | None
     max_context_len: int | None
     notes: tuple[str, ...]
