@@ -46,6 +46,11 @@ PAGES = (
     Page("token-slots", "Token slots", ("TokenToKVPoolAllocator",)),
     Page("request-table", "The request table", ("ReqToTokenPool", "make_req_to_token_pool")),
     Page("kv-buffers", "K, V and states", ("KVPool", "GDNPool", "make_full_attention_net_mem_pool")),
+    Page(
+        "layouts",
+        "Layouts and the arena",
+        ("CacheLayout", "Group", "Plane", "CacheArena", "SlabLayout", "models.*"),
+    ),
     Page("step-planning", "Planning a step", ("BatchPlanner", "BatchPlan", "HostPlan")),
     Page(
         "cached-prefixes",
