@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from kvpool import attention as attention
     from kvpool import metrics as metrics
     from kvpool import typing as typing
+    from kvpool import verify as verify
     from kvpool.observe.leaks import Leak
     from kvpool.observe.registry import pools
     from kvpool.observe.snapshot_file import snapshot
@@ -136,7 +137,7 @@ __all__ = [
 
 # Imported on first use.
 _OBSERVERS = {"Leak": "leaks", "pools": "registry", "snapshot": "snapshot_file"}
-_MODULES = frozenset({"attention", "metrics", "typing"})
+_MODULES = frozenset({"attention", "metrics", "typing", "verify"})
 
 if not TYPE_CHECKING:
     # A type checker that saw it would take every name for one of this module.

@@ -71,6 +71,7 @@ def test_without_extras_there_is_help_and_a_version() -> None:
         (("plan", "x", "--memory", "1"), "plan without --json needs rich: pip install 'kvpool[tools]'"),
         (("replay",), "replay needs rich, numpy and torch: pip install 'kvpool[tools,torch]'"),
         (("doctor", "--bandwidth"), "doctor --bandwidth needs rich: pip install 'kvpool[tools]'"),
+        (("verify",), "verify needs rich and numpy: pip install 'kvpool[tools]'"),
     ],
 )
 def test_without_extras_commands_say_all_that_they_need(arguments: tuple[str, ...], said: str) -> None:
@@ -98,7 +99,7 @@ def test_with_a_part_of_the_extras_commands_say_what_is_missing(hide: Callable[[
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("other",), "there is no command 'other'; there are doctor, plan, replay"),
+        (("other",), "there is no command 'other'; there are doctor, plan, replay, verify"),
         (("replay", "--layers", "two"), "argument --layers: 'two' is not an integer"),
         (("replay", "--layers", "0"), "argument --layers: 0 is less than 1"),
         (("replay", "--no-such"), "unrecognized arguments: --no-such"),

@@ -60,12 +60,13 @@ PRIVATE = {
 
 # The folders that the modules of a folder may import. "" is the public face.
 MAY_IMPORT = {
-    "": {"observe", "integrations"},
+    "": {"observe", "integrations", "verify"},
     "observe": {""},
     "integrations": {"", "remote"},
     "remote": {""},
     "models": {""},
-    "tools": {"", "models", "integrations"},
+    "verify": {"", "integrations"},
+    "tools": {"", "models", "verify", "integrations"},
 }
 
 

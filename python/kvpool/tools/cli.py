@@ -15,18 +15,29 @@ from kvpool.tools.needs import COMMANDS, lack
 from kvpool.tools.options import Parser
 from kvpool.tools.plan import command as plan
 from kvpool.tools.replay import command as replay
+from kvpool.tools.verify import command as verify
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Sequence
 
-RUN: dict[str, Callable[[Namespace], int]] = {"doctor": doctor.run, "plan": plan.run, "replay": replay.run}
+RUN: dict[str, Callable[[Namespace], int]] = {
+    "doctor": doctor.run,
+    "plan": plan.run,
+    "replay": replay.run,
+    "verify": verify.run,
+}
 """What each command does with its options, and its exit status."""
 
 
 def make_parsers() -> dict[str, Parser]:
     """Return the parser of each command."""
-    return {"doctor": doctor.make_parser(), "plan": plan.make_parser(), "replay": replay.make_parser()}
+    return {
+        "doctor": doctor.make_parser(),
+        "plan": plan.make_parser(),
+        "replay": replay.make_parser(),
+        "verify": verify.make_parser(),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,6 +28,7 @@ COMMANDS = {
     "doctor": Command("Report what works on this machine."),
     "plan": Command("Compute what fits into memory, and print the pools for it."),
     "replay": Command("Drive the pools with a request trace.", (*COMMAND_LINE, "numpy", "torch")),
+    "verify": Command("Prove that every byte of a layout arrives.", (*COMMAND_LINE, "numpy")),
 }
 
 _EXTRAS = {**dict.fromkeys((*COMMAND_LINE, "matplotlib", "numpy"), "tools"), "torch": "torch"}

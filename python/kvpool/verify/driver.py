@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ArgumentError
@@ -162,9 +162,7 @@ def prove(
     def result() -> Proof:
         seconds, live = time.monotonic() - began, progress.requests
         total = sum(len(request.tokens) for request in live)
-        return Proof(
-            progress.finding, len(live), total, progress.checked_bytes, seconds, tuple(driver.notes)
-        )
+        return Proof(progress.finding, len(live), total, progress.checked_bytes, seconds, tuple(driver.notes))
 
     rounds = [
         (load.first, [], load.first),
@@ -190,20 +188,26 @@ class _Progress:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self.requests: list[Request] = []
+        self._live: list[Request] = []
         self.checked_bytes = 0
         self.finding: Finding | None = None
 
     def write(self, requests: Iterable[Request], dropped: Iterable[Request]) -> None:
         for request in dropped:
             self._driver.drop(request)
+            self._live.remove(request)
         for request in requests:
             self._driver.write(request, _Data(request))
             self.requests.append(request)
+            self._live.append(request)
 
     def read(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            self.finding = self._read(request)
-            if self.finding is not None:
+            finding = self._read(request)
+            if finding is not None:
+                holds = finding.holds
+                was_dropped = holds is not None and not any(live.has(holds) for live in self._live)
+                self.finding = replace(finding, was_dropped=was_dropped)
                 return
 
     def _read(self, request: Request) -> Finding | None:

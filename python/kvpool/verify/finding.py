@@ -54,6 +54,7 @@ class Finding:
         wrong_entries: Entries of the page that are wrong.
         page_entries: Entries of the page that were compared.
         names_group: Whether planes of several groups have this name.
+        was_dropped: Whether no request has the entry any more that is there.
     """
 
     request: int
@@ -67,6 +68,7 @@ class Finding:
     wrong_entries: int = 1
     page_entries: int = 1
     names_group: bool = False
+    was_dropped: bool = False
 
     @property
     def where(self) -> str:
@@ -75,9 +77,7 @@ class Finding:
         own = self.should_be
         if self.page is None:
             whose = "" if own.prefix == self.request else f", computed by request {own.prefix}"
-            return (
-                f"state of request {self.request} after {own.position} tokens{whose}, {place}, byte {self.byte}"
-            )
+            return f"state of request {self.request} after {own.position} tokens{whose}, {place}, byte {self.byte}"
         belongs = f"position {own.position}"
         if own.prefix != self.request:
             belongs = own.owner()
@@ -91,7 +91,8 @@ class Finding:
         other = self.holds
         byte = "" if self.holds_byte is None else f"byte {self.holds_byte} of "
         part = "" if other.part == self.should_be.part else f", of part {other.part}"
-        return f"holds {byte}{other.owner()}, {other.array(names_group=self.names_group)}{part}"
+        dropped = ", which was dropped" if self.was_dropped else ""
+        return f"holds {byte}{other.owner()}, {other.array(names_group=self.names_group)}{part}{dropped}"
 
     def __str__(self) -> str:
         line = f"{self.where}: {self.what}"

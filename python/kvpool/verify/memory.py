@@ -92,7 +92,9 @@ def _check_entries(shape: Sequence[int], strides: Sequence[int], lead: int, item
     step = itemsize
     for axis in range(len(shape) - 1, lead - 1, -1):
         if shape[axis] > 1 and strides[axis] != step:
-            raise ArgumentError(f"entries of the buffer are not contiguous: dimension {axis} has steps of {strides[axis]}")
+            raise ArgumentError(
+                f"entries of the buffer are not contiguous: dimension {axis} has steps of {strides[axis]}"
+            )
         step *= shape[axis]
 
 

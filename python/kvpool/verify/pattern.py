@@ -119,7 +119,9 @@ class Pattern:
         self._groups: dict[str, Group] = {group.name: group for group in layout.groups}
         self._planes = [(group.name, plane.name) for group in layout.groups for plane in group.planes]
         self._entry_bytes = {
-            (group.name, plane.name): int(plane.entry_bytes) for group in layout.groups for plane in group.planes
+            (group.name, plane.name): int(plane.entry_bytes)
+            for group in layout.groups
+            for plane in group.planes
         }
         self._lengths: dict[int, int] = {}
         layers = 1 + max(layer for group in layout.groups for layer in group.layers)
@@ -154,7 +156,9 @@ class Pattern:
         whose = "" if group is None else f" in group {group}"
         if not found:
             raise ArgumentError(f"layer {layer} has no plane {plane!r}{whose}")
-        raise ArgumentError(f"name the group of {plane!r} of layer {layer}: {', '.join(one.group for one in found)}")
+        raise ArgumentError(
+            f"name the group of {plane!r} of layer {layer}: {', '.join(one.group for one in found)}"
+        )
 
     def entry_bytes(self, array: Array) -> int:
         """Return the bytes of an entry of an array."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvpool._kvpool import CacheLayout, Group
-    from kvpool.verify.finding import Finding
+    from kvpool.verify.finding import Entry, Finding
     from kvpool.verify.pattern import Array, Pattern
 
 BYTES = 64 << 20
@@ -72,6 +72,11 @@ class Request:
         found = self._pattern.bytes_of(array, prefixes, positions)
         return found.reshape(len(self.pages(array.group)), -1, found.shape[1])
 
+    def has(self, entry: Entry) -> bool:
+        """Return whether an entry is one of the request's own, or of its prefix."""
+        last = entry.position - 1 if entry.is_state else entry.position
+        return last < len(self.tokens) and int(self._prefixes[last]) == entry.prefix
+
     def check(self, array: Array, found: NDArray[np.uint8]) -> Finding | None:
         """Compare what `data` returns with what was found in its place; pages may be missing at the end.
 
@@ -81,10 +86,14 @@ class Request:
         prefixes, positions = self._entries(array.group)
         size = self._pattern.entry_bytes(array)
         if found.dtype != np.uint8 or found.ndim == 0 or found.shape[-1] != size:
-            raise ArgumentError(f"{array} has entries of {size} bytes, and this is {found.dtype}{list(found.shape)}")
+            raise ArgumentError(
+                f"{array} has entries of {size} bytes, and this is {found.dtype}{list(found.shape)}"
+            )
         rows = found.reshape(-1, size)
         if len(rows) > len(positions):
-            raise ArgumentError(f"{array} has {len(positions)} entries of request {self.number}, not {len(rows)}")
+            raise ArgumentError(
+                f"{array} has {len(positions)} entries of request {self.number}, not {len(rows)}"
+            )
         there = len(rows)
         wrong = self._pattern.check(
             rows,

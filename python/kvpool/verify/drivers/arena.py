@@ -45,7 +45,9 @@ class ArenaDriver(Driver):
         self._groups: dict[str, Group] = {group.name: group for group in layout.groups}
         load = Workload(self._pattern, tokens)
         self._units: dict[int, dict[str, list[Any]]] = {}
-        wanted = {group: load.units(group) + max(len(one.pages(group)) for one in load) for group in self._groups}
+        wanted = {
+            group: load.units(group) + max(len(one.pages(group)) for one in load) for group in self._groups
+        }
         arena_bytes = _LEAST_BYTES + sum(self._unit_bytes(name) * count for name, count in wanted.items())
         # A slab of a group may have no other unit in it.
         while True:

@@ -50,7 +50,12 @@ class FileStoreDriver(HostTierDriver):
     def _make_cache(self) -> PrefixCache:
         page = self.tier.page_bytes
         pages = sum(len(request.tokens) for request in self._load) // self.layout.page_size
-        state = sum(plane.entry_bytes for group in self.layout.groups for plane in group.planes if group.kind == "state")
+        state = sum(
+            plane.entry_bytes
+            for group in self.layout.groups
+            for plane in group.planes
+            if group.kind == "state"
+        )
         layers = sum(len(group.layers) for group in self.layout.groups if group.kind == "state")
         pieces = pages + len(list(self._load)) * (2 + state * layers // page)
         size = 2 * pieces * -(-page // _ALIGNED) * _ALIGNED

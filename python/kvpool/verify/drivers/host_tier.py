@@ -68,7 +68,9 @@ class HostTierDriver(Driver):
         self._device = device
         self._load = Workload(Pattern(chosen), tokens)
         self._kv_group: Group = next(group for group in chosen.groups if group.kind == "full")
-        self._state_group: Group | None = next((group for group in chosen.groups if group.kind == "state"), None)
+        self._state_group: Group | None = next(
+            (group for group in chosen.groups if group.kind == "state"), None
+        )
         self._make_pools()
         self.cache = self._make_cache()
 

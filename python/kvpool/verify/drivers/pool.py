@@ -57,7 +57,9 @@ class _Slots:
         for layer, *arrays in pools.kv_planes(self.group):
             for array, plane in zip(arrays, range(2), strict=True):
                 if layer % 2 == 0:
-                    found = pools.entry_rows(self.pool.gather_kv(layer, slots)[plane]).read(np.arange(len(rows)))
+                    found = pools.entry_rows(self.pool.gather_kv(layer, slots)[plane]).read(
+                        np.arange(len(rows))
+                    )
                 else:
                     size = int(self.group.planes[plane].entry_bytes)
                     found = rows_of(self.pool.page_view(layer)[plane], size).read(rows)

@@ -63,7 +63,9 @@ def choose(
     for at, (name, takes) in enumerate(choices):
         found = [group for group in layout.groups if takes(group)]
         if at == 0 and not found:
-            raise LeftOutError(f"{name} has none of the groups {', '.join(one.name for one in layout.groups)}")
+            raise LeftOutError(
+                f"{name} has none of the groups {', '.join(one.name for one in layout.groups)}"
+            )
         taken += found[:1] if one_each else found
     groups = [group for group in layout.groups if group in taken]
     rest = [group.name for group in layout.groups if group not in taken]

@@ -292,7 +292,9 @@ class _Run:
         self.keys = keys or []
 
     def chunks(self) -> range:
-        return range(self.first // _BLOCKS_PER_CHUNK, -(-(self.first + len(self.blocks)) // _BLOCKS_PER_CHUNK))
+        return range(
+            self.first // _BLOCKS_PER_CHUNK, -(-(self.first + len(self.blocks)) // _BLOCKS_PER_CHUNK)
+        )
 
     def pages_of(self, chunk: int) -> tuple[int, int]:
         """Return the first page of a chunk that is in the run, and the end of the last."""

@@ -1,0 +1,1 @@
+"""`kvpool verify`: whether every byte of a layout arrives where it belongs."""
