@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import command_line
-import devices
 import numpy as np
 import pytest
 import torch
@@ -170,8 +169,8 @@ def test_tensors_without_pytorch(run_snippet: RunSnippet) -> None:
         """
         import kvpool
         from kvpool.verify import Pattern, make_driver, prove
-        plane = kvpool.Plane("k", "float16", (2, 8))
-        layout = kvpool.CacheLayout([kvpool.Group("full", "full", [0], [plane, kvpool.Plane("v", "float16", (2, 8))])])
+        planes = [kvpool.Plane(name, "float16", (2, 8)) for name in ("k", "v")]
+        layout = kvpool.CacheLayout([kvpool.Group("full", "full", [0], planes)])
         kv = kvpool.KVPool(8, 1, 2, 8, "cpu", "float16")
         pattern = Pattern(layout)
         pattern.fill(kv.k_buffer[0], [1, 2], 0, [0, 1], 0, "k")
@@ -214,8 +213,8 @@ def test_what_else_is_found() -> None:
     assert said() == "None"
     memory[6] = FREED
     assert said() == (
-        "page 1 of request 1, layer 3, k of full, byte 128 (position 6): holds what freed memory is overwritten "
-        "with: it has not arrived; 1 of the page's 4 entries are wrong"
+        "page 1 of request 1, layer 3, k of full, byte 128 (position 6): "
+        "holds what freed memory is overwritten with: it has not arrived; 1 of the page's 4 entries are wrong"
     )
     memory[6] = np.arange(64)
     assert ": holds 00 01 02 03 04 05 06 07, which are bytes of no entry; 1 of" in said()
@@ -231,8 +230,8 @@ def test_what_else_is_found() -> None:
     assert found is None
     found = pattern.check(memory, range(1, 12), 1, range(11), 3, "k", request=7)
     assert str(found) == (
-        "page 0 of request 7, layer 3, k of full, byte 0 (position 0 of request 1): holds position 1 of request 1, "
-        "layer 3, k of full"
+        "page 0 of request 7, layer 3, k of full, byte 0 (position 0 of request 1): "
+        "holds position 1 of request 1, layer 3, k of full"
     )
     assert found is not None
     assert json.loads(json.dumps(found.as_json()))["holds"]["position"] == 1
@@ -266,10 +265,14 @@ def test_misuse_of_a_pattern() -> None:
     pattern = Pattern(LAYOUT)
     memory = np.zeros((12, 2, 32), np.uint8)
 
-    def fill(
-        buffer: Any = memory, rows: Any = (0,), prefix: Any = 0, positions: Any = (0,), **more: Any
-    ) -> None:  # noqa: ANN401
-        pattern.fill(buffer, rows, prefix, positions, more.pop("layer", 0), more.pop("plane", "k"), **more)
+    right: dict[str, Any] = {
+        "buffer": memory,
+        "rows": [0],
+        "prefix": 0,
+        "positions": [0],
+        "layer": 0,
+        "plane": "k",
+    }
 
     for error, said, arguments in (
         (ArgumentError, "layer 5 has no plane 'k'", {"layer": 5}),
@@ -299,7 +302,7 @@ def test_misuse_of_a_pattern() -> None:
         ),
     ):
         with pytest.raises(error, match=said):
-            fill(**arguments)
+            pattern.fill(**{**right, **arguments})
     assert not memory.any()
     twice = CacheLayout([Group(name, "full", [0], KV) for name in ("a", "b")], page_size=4)
     with pytest.raises(ArgumentError, match="name the group of 'k' of layer 0: a, b"):
@@ -357,7 +360,7 @@ def test_requests_begin_alike_and_windows_have_their_end() -> None:
 
 
 class Paged(Driver):
-    """A connector of an engine with a page table: pages are copied to a store, given up, and loaded into others.
+    """A connector of an engine: pages are copied to a store, given up, and loaded into others.
 
     All arrays lie in one region, one behind the other.
     """
@@ -377,7 +380,8 @@ class Paged(Driver):
 
     def page_bytes(self, pattern: Pattern, array: Array) -> int:
         group = next(group for group in self.layout.groups if group.name == array.group)
-        return pattern.entry_bytes(array) * (pattern.unit_tokens(array.group) or 1) // group.stride
+        entries: int = (pattern.unit_tokens(array.group) or 1) // group.stride
+        return pattern.entry_bytes(array) * entries
 
     def memory(self, array: Array) -> Bytes:
         """`[pages, bytes of a page]`."""
@@ -571,6 +575,7 @@ def test_drivers_that_answer_wrongly_are_refused() -> None:
             self.answers = answers
 
         def read(self, request: Request) -> Iterator[tuple[Array, Bytes]]:
+            assert request.number == 0
             yield from self.answers
 
     array = Array("full", 0, "k")
@@ -694,8 +699,7 @@ def test_the_command_reads_models(tmp_path: Path) -> None:
 
 
 def test_a_finding_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DRIVERS, "pool", (f"...{__name__}", "Off"))
-    from kvpool.tools.verify import proofs  # noqa: PLC0415 - as the command imports it
+    from kvpool.tools.verify import proofs
 
     def planted(name: str, layout: CacheLayout, _tokens: int | None, _device: str) -> Driver:
         return PageOffByOne(layout, 2000) if name == "arena" else Paged(layout, 2000)
@@ -703,7 +707,8 @@ def test_a_finding_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "make_driver", planted)
     arguments = ["verify", "--over", "pool,arena,host-tier", "--tokens", "600"]
     result = command_line.invoke(main, arguments)
-    said = "page 0 of request 0, layer 3, k of full, byte 0 (position 0): holds position 16 of request 0, layer 3, k of full"
+    array = "layer 3, k of full"
+    said = f"page 0 of request 0, {array}, byte 0 (position 0): holds position 16 of request 0, {array}"
     assert (result.exit_code, result.stderr) == (1, f"kvpool: {said}\n")
     assert "host-tier" not in result.stdout
     result = command_line.invoke(main, [*arguments, "--json"])
@@ -770,7 +775,7 @@ def test_rows_between_processes_over_nixl() -> None:
 
 @pytest.mark.engines
 def test_offloading_of_vllm() -> None:
-    from vllm_runs import VLLM, require  # noqa: PLC0415 - it needs transformers
+    from vllm_runs import VLLM, require
 
     require()
     assert run_with("vllm-offload", VLLM, VLLM.with_name("engines"))["proof"]["notes"] == []

@@ -35,8 +35,8 @@ class LeftOutError(Exception):
 class Driver(ABC):
     """What moves bytes, as a proof drives it: requests are written, moved, read, and dropped.
 
-    A subclass for a connector of your own has `write` and `read`, and `move` for what the connector does in between.
-    Bytes are uint8 arrays `[pages, entries, entry_bytes]`; of a state `[1, 1, entry_bytes]`.
+    A subclass for a connector of your own has `write` and `read`, and `move` for what the connector does in
+    between. Bytes are uint8 arrays `[pages, entries, entry_bytes]`; of a state `[1, 1, entry_bytes]`.
 
     Args:
         layout: The layout whose bytes are moved.
@@ -59,19 +59,20 @@ class Driver(ABC):
             data: The bytes of each array, computed when they are asked for.
         """
 
-    def move(self) -> None:
+    def move(self) -> None:  # noqa: B027 - pools move nothing
         """Move everything that was written: to where `read` finds it, or there and back."""
 
     @abstractmethod
     def read(self, request: Request) -> Iterable[tuple[Array, NDArray[np.uint8]]]:
-        """Return the bytes of a request, each array once, as `write` got them. Pages may be missing at the end; they are
-        a finding.
+        """Return the bytes of a request, each array once, as `write` got them.
+
+        Pages that are missing at the end are a finding.
         """
 
-    def drop(self, request: Request) -> None:
+    def drop(self, request: Request) -> None:  # noqa: B027 - caches evict by themselves
         """Give up a request: others may have its places."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing
         """Give everything back."""
 
     def __enter__(self) -> Self:
@@ -140,8 +141,8 @@ def prove(
 ) -> Proof:
     """Write requests through a driver, move them, read them back, and compare every byte.
 
-    Four requests are written, moved and read; two of them share a prefix. Two are dropped, others take their places,
-    and all that live are moved and read twice, the second time in reverse.
+    Four requests are written, moved and read; two of them share a prefix. Two are dropped, others take their
+    places, and all that live are moved and read twice, the second time in reverse.
 
     Args:
         driver: The driver; it is not closed.
@@ -153,7 +154,8 @@ def prove(
         The proof, or the first finding; nothing is moved after it.
 
     Raises:
-        ArgumentError: If the driver returns an array twice, one that the layout does not have, or of another shape.
+        ArgumentError: If the driver returns an array twice, one that the layout does not have, or of another
+            shape.
     """
     began = time.monotonic()
     load = Workload(Pattern(driver.layout), tokens, seed)

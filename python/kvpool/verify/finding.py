@@ -77,7 +77,8 @@ class Finding:
         own = self.should_be
         if self.page is None:
             whose = "" if own.prefix == self.request else f", computed by request {own.prefix}"
-            return f"state of request {self.request} after {own.position} tokens{whose}, {place}, byte {self.byte}"
+            state = f"state of request {self.request} after {own.position} tokens{whose}"
+            return f"{state}, {place}, byte {self.byte}"
         belongs = f"position {own.position}"
         if own.prefix != self.request:
             belongs = own.owner()

@@ -83,9 +83,8 @@ def _lead(shape: Sequence[int], itemsize: int, entry_bytes: int) -> int:
     for lead in range(1, len(shape) + 1):
         if math.prod(shape[lead:]) * itemsize == entry_bytes:
             return lead
-    raise ArgumentError(
-        f"a buffer of shape {list(shape)} with elements of {itemsize} bytes has no entries of {entry_bytes} bytes"
-    )
+    elements = f"shape {list(shape)} with elements of {itemsize} bytes"
+    raise ArgumentError(f"a buffer of {elements} has no entries of {entry_bytes} bytes")
 
 
 def _check_entries(shape: Sequence[int], strides: Sequence[int], lead: int, itemsize: int) -> None:

@@ -1,8 +1,9 @@
 """Bytes that tell what they are: of which prefix, position, layer and plane.
 
-The identity of an entry is packed into 64 bits and mixed by the finaliser of SplitMix64, which can be inverted. Word `w`
-of the entry is that number XOR a constant of `w`. So filling and checking take one pass over memory, any two entries
-differ in every word, and a word that is found anywhere tells what it is and where in its entry it belongs.
+The identity of an entry is packed into 64 bits and mixed by the finaliser of SplitMix64, which can be
+inverted. Word `w` of the entry is that number XOR a constant of `w`. So filling and checking take one pass
+over memory, any two entries differ in every word, and a word that is found anywhere tells what it is and
+where in its entry it belongs.
 
 | bits | what |
 |---:|---|
@@ -13,8 +14,9 @@ differ in every word, and a word that is found anywhere tells what it is and whe
 | 6 | part of the bytes that the rank has |
 | 6 | a constant, by which other bytes are told apart |
 
-An entry whose bytes are no multiple of 8 ends with the first bytes of a word. Entries of fewer than 8 bytes hold a part
-of their identity alone: they are compared with all that was filled, together with their neighbours.
+An entry whose bytes are no multiple of 8 ends with the first bytes of a word. Entries of fewer than 8 bytes
+hold a part of their identity alone: they are compared with all that was filled, together with their
+neighbours.
 """
 
 from __future__ import annotations
@@ -75,9 +77,10 @@ class Array(NamedTuple):
 
 def mix(words: Words) -> Words:
     """Return the words with every bit spread over all 64, one to one: `unmix` is the inverse."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(_FACTORS[0])
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(_FACTORS[1])
-    return words ^ (words >> np.uint64(31))
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
+    mixed: Words = words ^ (words >> np.uint64(31))
+    return mixed
 
 
 def unmix(words: Words) -> Words:
@@ -89,7 +92,8 @@ def unmix(words: Words) -> Words:
 
 def _unshift(words: Words, bits: int) -> Words:
     """Return `x` of `words = x ^ (x >> bits)`, for shifts of at least a third of the word."""
-    return words ^ (words >> np.uint64(bits)) ^ (words >> np.uint64(2 * bits))
+    found: Words = words ^ (words >> np.uint64(bits)) ^ (words >> np.uint64(2 * bits))
+    return found
 
 
 @cache
@@ -103,12 +107,18 @@ def _places(count: int) -> Words:
 class Pattern:
     """The bytes of all entries of a layout.
 
-    A buffer is a NumPy array, a `torch.Tensor` on any device, or a `kvpool.Tensor` in host memory, `[rows, *entry]` or
-    `[units, entries, *entry]`: its leading dimensions are counted as one by `rows`. It may have strides between entries,
-    not within one. A tensor on a device is written and compared there. PyTorch is not imported for arrays.
+    A buffer is a NumPy array, a `torch.Tensor` on any device, or a `kvpool.Tensor` in host memory, `[rows,
+    *entry]` or `[units, entries, *entry]`: its leading dimensions are counted as one by `rows`. It may have
+    strides between entries, not within one. A tensor on a device is written and compared there. PyTorch is
+    not imported for arrays.
 
     Args:
         layout: The groups, layers and planes.
+
+    Attributes:
+        layout: The same.
+        groups: The groups by name.
+        lengths: How long each prefix is, as far as it was written or compared.
 
     Raises:
         ConfigError: If the layout has more than 64 planes, 64 parts, or layers from 1,024 on.
@@ -116,14 +126,14 @@ class Pattern:
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
-        self._groups: dict[str, Group] = {group.name: group for group in layout.groups}
+        self.groups: dict[str, Group] = {group.name: group for group in layout.groups}
         self._planes = [(group.name, plane.name) for group in layout.groups for plane in group.planes]
         self._entry_bytes = {
             (group.name, plane.name): int(plane.entry_bytes)
             for group in layout.groups
             for plane in group.planes
         }
-        self._lengths: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
         layers = 1 + max(layer for group in layout.groups for layer in group.layers)
         parts = max(group.share[1] for group in layout.groups)
         for name, count in (("plane", len(self._planes)), ("part", parts), ("layer", layers)):
@@ -166,7 +176,7 @@ class Pattern:
 
     def unit_tokens(self, group: str) -> int | None:
         """Return the tokens of a page of a group; None for states."""
-        one = self._groups[group]
+        one = self.groups[group]
         return None if one.kind == "state" else max(self.layout.page_size, one.stride)
 
     def bytes_of(self, array: Array, prefix: ArrayLike, positions: ArrayLike) -> Bytes:
@@ -184,7 +194,7 @@ class Pattern:
         words = self._mixed(array, prefix, positions)[:, None] ^ _places(-(-size // WORD))
         return words.view(np.uint8)[:, :size]
 
-    def fill(  # noqa: PLR0913 - what an entry is, and where it lies
+    def fill(  # noqa: PLR0913, PLR0917 - what an entry is, and where it lies
         self,
         buffer: Any,  # noqa: ANN401 - an array or tensor of any framework
         rows: ArrayLike,
@@ -215,7 +225,7 @@ class Pattern:
         for places, mixed, _ in self._chunks(array, memory, rows, prefix, positions):
             memory.write(places, mixed, _places(memory.words))
 
-    def check(  # noqa: PLR0913 - as in `fill`
+    def check(  # noqa: PLR0913, PLR0917 - as in `fill`
         self,
         buffer: Any,  # noqa: ANN401 - as in `fill`
         rows: ArrayLike,
@@ -257,7 +267,7 @@ class Pattern:
 
     def missing(self, array: Array, prefix: int, position: int, request: int) -> Finding:
         """Return the finding that an entry of a request is not there at all."""
-        group, tokens = self._groups[array.group], self.unit_tokens(array.group)
+        group, tokens = self.groups[array.group], self.unit_tokens(array.group)
         part, is_state = group.share[0], tokens is None
         entry_of_page = 0 if tokens is None else position % tokens // group.stride
         return Finding(
@@ -266,16 +276,16 @@ class Pattern:
             byte=entry_of_page * self.entry_bytes(array),
             should_be=Entry(prefix, position, array.layer, array.group, array.plane, part, is_state),
             note="is missing",
-            names_group=self._names_group(array),
+            names_group=self.names_group(array),
         )
 
-    def _names_group(self, array: Array) -> bool:
+    def names_group(self, array: Array) -> bool:
         """Return whether a sentence needs the group: several have a plane of this name."""
-        return sum(name == array.plane for _, name in self._planes) > 1
+        return [name for _, name in self._planes].count(array.plane) > 1
 
     def decode(self, word: int, place: int = 0) -> Entry | None:
         """Return which entry a word is of, if it is word `place` of one; None if it is of none."""
-        found = self._decoded(np.array([word], np.uint64) ^ _places(place + 1)[place:])
+        found = self.identities(np.array([word], np.uint64) ^ _places(place + 1)[place:])
         return found[0][1] if found else None
 
     def _chunks(
@@ -297,7 +307,7 @@ class Pattern:
         """Note how long each prefix is, for the entries that are too short to tell themselves."""
         whose, where = np.broadcast_arrays(_ints("prefix", prefix), _ints("positions", positions))
         for one in np.unique(whose).tolist():
-            self._lengths[one] = max(self._lengths.get(one, 0), 1 + int(where[whose == one].max()))
+            self.lengths[one] = max(self.lengths.get(one, 0), 1 + int(where[whose == one].max()))
 
     def _mixed(self, array: Array, prefix: ArrayLike, positions: ArrayLike) -> Words:
         """Return the mixed identity of each entry, `[n]`."""
@@ -306,7 +316,7 @@ class Pattern:
             "prefix": _ints("prefix", prefix),
             "layer": np.array([array.layer]),
             "plane": np.array([self._planes.index((array.group, array.plane))]),
-            "part": np.array([self._groups[array.group].share[0]]),
+            "part": np.array([self.groups[array.group].share[0]]),
             "check": np.array([_CHECK]),
         }
         count = len(fields["position"])
@@ -321,7 +331,7 @@ class Pattern:
             packed = (packed << np.uint64(bits)) | values.astype(np.uint64)
         return mix(packed)
 
-    def _decoded(self, mixed: Words) -> list[tuple[int, Entry]]:
+    def identities(self, mixed: Words) -> list[tuple[int, Entry]]:
         """Return which of these numbers are identities of entries of the layout, with the entries."""
         packed = unmix(mixed)
         fields: dict[str, NDArray[np.int64]] = {}
@@ -333,7 +343,7 @@ class Pattern:
         for at in np.flatnonzero(may_be).tolist():
             group, plane = self._planes[fields["plane"][at]]
             layer, part = int(fields["layer"][at]), int(fields["part"][at])
-            one = self._groups[group]
+            one = self.groups[group]
             if layer in one.layers and part < one.share[1]:
                 prefix, position = int(fields["prefix"][at]), int(fields["position"][at])
                 found.append((at, Entry(prefix, position, layer, group, plane, part, one.kind == "state")))
@@ -356,7 +366,7 @@ class _Entries:
         self._rows = _ints("rows", rows)
         self._positions = _ints("positions", positions)
         self._prefixes = np.broadcast_to(_ints("prefix", prefix), self._positions.shape)
-        self._group = pattern._groups[array.group]
+        self._group = pattern.groups[array.group]
 
     def _read(self, numbers: NDArray[np.int64]) -> tuple[Bytes, Bytes]:
         """Return what entries hold and what they should, uint8 `[n, entry_bytes]` each."""
@@ -392,13 +402,13 @@ class _Entries:
             found=found[at, byte : byte + _SHOWN].tobytes(),
             wrong_entries=int(wrong.sum()),
             page_entries=len(of_page),
-            names_group=self._pattern._names_group(array),
+            names_group=self._pattern.names_group(array),
         )
 
     def _holds(
         self, found: Bytes, byte: int, numbers: NDArray[np.int64]
     ) -> tuple[Entry | None, int | None, str]:
-        """Return the entry whose bytes are found, the byte of it that is at the wrong byte, and a note of bytes that are none."""
+        """Return the entry that is found, its byte that is at the wrong one, and a note if it is none."""
         first = found[0]
         rest = first[byte:]
         head = rest[:WORD]
@@ -422,55 +432,51 @@ class _Entries:
 
     def _elsewhere(self, rest: Bytes) -> tuple[Entry, int] | None:
         """Return the entry and byte that these bytes begin with, wherever in an entry they belong."""
-        places = max(-(-size // WORD) for size in self._pattern._entry_bytes.values())
+        pattern = self._pattern
+        places = max(-(-pattern.entry_bytes(array) // WORD) for array in pattern.arrays)
         for shift in range(min(WORD, len(rest) - WORD + 1)):
             word = rest[shift : shift + WORD].copy().view("<u8")
-            for place, entry in self._pattern._decoded(word ^ _places(places)):
-                size = self._pattern._entry_bytes[entry.group, entry.plane]
+            for place, entry in pattern.identities(word ^ _places(places)):
+                size = pattern.entry_bytes(Array(entry.group, entry.layer, entry.plane))
                 if WORD * place + WORD <= size and WORD * place >= shift:
                     return entry, WORD * place - shift
         return None
 
     def _short(self, found: Bytes, place: int, numbers: NDArray[np.int64]) -> Entry | None:
-        """Return the entry whose part of a word is found, and whose neighbours are; None if there is no such one."""
-        lengths = self._pattern._lengths
-        arrays = [one for one in self._pattern.arrays if self._pattern.entry_bytes(one) == found.shape[1]]
-        if not lengths or len(arrays) * sum(lengths.values()) > _MOST_CANDIDATES:
+        """Return the entry whose part of a word is found, as its neighbours are; None if several may be it.
+
+        Args:
+            found: What entries of the page hold, the wrong one first.
+            place: The number of the word.
+            numbers: The numbers of these entries.
+        """
+        pattern, lengths = self._pattern, self._pattern.lengths
+        arrays = [array for array in pattern.arrays if pattern.entry_bytes(array) == found.shape[1]]
+        if len(arrays) * sum(lengths.values()) > _MOST_CANDIDATES:
             return None
-        begin = place * WORD
-        candidates: list[tuple[Array, NDArray[np.int64], NDArray[np.int64]]] = []
+        behind = self._positions[numbers] - self._positions[numbers[0]]
         # The same array comes first: of two that fit, it is the likelier one.
         for array in sorted(arrays, key=lambda one: one != self._array):
             prefixes = np.repeat(list(lengths), list(lengths.values()))
             positions = np.concatenate([np.arange(length) for length in lengths.values()])
-            fits = positions % self._pattern._groups[array.group].stride == 0
-            prefixes, positions = prefixes[fits], positions[fits]
-            step = np.diff(self._positions[numbers])
-            for entry in range(len(found)):
-                there = positions + int(step[:entry].sum())
-                inside = there < _MOST["position"]
-                prefixes, positions, there = prefixes[inside], positions[inside], there[inside]
-                same = (
-                    self._pattern.bytes_of(array, prefixes, there)[:, begin:] == found[entry, begin:]
-                ).all(1)
-                if entry and not same.any():
+            for rest, step in zip(found[:, place * WORD :], behind, strict=True):
+                inside = positions + step < _MOST["position"]
+                prefixes, positions = prefixes[inside], positions[inside]
+                same = pattern.bytes_of(array, prefixes, positions + step)[:, place * WORD :] == rest
+                fits = same.all(1)
+                # What follows may be of another page.
+                if step and not fits.any():
                     break
-                prefixes, positions = prefixes[same], positions[same]
+                prefixes, positions = prefixes[fits], positions[fits]
             if len(positions) == 1:
-                candidates.append((array, prefixes, positions))
-        if not candidates:
-            return None
-        array, prefixes, positions = candidates[0]
-        group = self._pattern._groups[array.group]
-        return Entry(
-            int(prefixes[0]),
-            int(positions[0]),
-            array.layer,
-            array.group,
-            array.plane,
-            group.share[0],
-            group.kind == "state",
-        )
+                group = pattern.groups[array.group]
+                is_state = group.kind == "state"
+                return Entry(int(prefixes[0]), int(positions[0]), *_named(array), group.share[0], is_state)
+        return None
+
+
+def _named(array: Array) -> tuple[int, str, str]:
+    return array.layer, array.group, array.plane
 
 
 def _ints(name: str, values: ArrayLike) -> NDArray[np.int64]:

@@ -53,8 +53,9 @@ class Request:
         self._units: dict[str, int] = pattern.layout.request_units(len(tokens))
 
     def pages(self, group: str) -> list[int]:
-        """Return which pages of the request a group has, ascending: of a window the last ones, and those of its sinks.
-        A state is page 0.
+        """Return which pages of the request a group has, ascending.
+
+        Of a window they are the last ones, and those of its sinks. A state is page 0.
         """
         each, count = self._pattern.unit_tokens(group), self._units[group]
         if each is None:
@@ -64,9 +65,9 @@ class Request:
         return [*range(sinks), *range(all_pages - (count - sinks), all_pages)]
 
     def data(self, array: Array) -> NDArray[np.uint8]:
-        """Return the bytes of an array for this request, uint8 `[pages, entries, entry_bytes]`, in the order of `pages`.
+        """Return the bytes of an array for this request, in the order of `pages`.
 
-        A state is `[1, 1, entry_bytes]`.
+        They are uint8 `[pages, entries, entry_bytes]`; of a state `[1, 1, entry_bytes]`.
         """
         prefixes, positions = self._entries(array.group)
         found = self._pattern.bytes_of(array, prefixes, positions)
@@ -124,8 +125,8 @@ class Workload:
 
     Args:
         pattern: The bytes of the layout.
-        tokens: Tokens of all requests together; as many as have 64 MiB by default. Each has at least one unit of each
-            group, and those that begin alike two.
+        tokens: Tokens of all requests together; as many as have 64 MiB by default. Each request has at least
+            two units of each group.
         seed: Seed of the token ids.
     """
 
@@ -172,5 +173,5 @@ def _tokens_of(layout: CacheLayout) -> int:
     """Return tokens whose pages have `BYTES`, as far as states leave room, and at most 16,384."""
     some = 4 * max((group.tokens or 0) for group in layout.groups) + 64 * layout.page_size
     state = sum(group.entry_bytes * len(group.layers) for group in layout.groups if group.kind == "state")
-    a_token = max(1, (layout.request_bytes(some) - state) // some)
+    a_token: int = max(1, (layout.request_bytes(some) - state) // some)
     return min(_MOST_TOKENS, BYTES // a_token)

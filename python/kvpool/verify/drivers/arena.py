@@ -30,8 +30,8 @@ _LEAST_BYTES = 1 << 20
 class ArenaDriver(Driver):
     """All groups of a layout in one `CacheArena`.
 
-    Every unit is written and read through the tensor of its plane and layer; a layer that reads another's entries is
-    read in its place. Every request is moved to other units, and freed slabs pass to other groups.
+    Every unit is written and read through the tensor of its plane and layer; a layer that reads another's
+    entries is read in its place. Every request is moved to other units, and freed slabs pass to other groups.
 
     Args:
         layout: The layout.
@@ -77,7 +77,8 @@ class ArenaDriver(Driver):
             layer = group.layers.index(array.layer)
             return np.array([unit[layer] if self.arena.slabs.by_layer(group.name) else unit])
         entries = each // group.stride
-        return (np.array(units)[:, None] * entries + np.arange(entries)).ravel()
+        numbers: NDArray[np.int64] = (np.array(units)[:, None] * entries + np.arange(entries)).ravel()
+        return numbers
 
     def _alloc(self, wanted: dict[str, int]) -> dict[str, list[Any]]:
         units = self.arena.alloc(wanted)

@@ -6,8 +6,6 @@ import shutil
 import tempfile
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvpool._kvpool import FileStore, PrefixCache
 from kvpool.errors import StateError
 from kvpool.verify.drivers.host_tier import PATIENCE_S, HostTierDriver
@@ -15,6 +13,7 @@ from kvpool.verify.drivers.host_tier import PATIENCE_S, HostTierDriver
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from kvpool._kvpool import CacheLayout
@@ -27,8 +26,8 @@ _ALIGNED = 4096
 class FileStoreDriver(HostTierDriver):
     """A `PrefixCache` over a `HostTier` and a `FileStore` in a temporary directory.
 
-    To move, everything is written to the files, and all pools, the tier and the store are given up. Others, whose
-    memory is overwritten, open the files and fetch.
+    To move, everything is written to the files, and all pools, the tier and the store are given up. Others,
+    whose memory is overwritten, open the files and fetch.
 
     Args:
         layout: The layout.

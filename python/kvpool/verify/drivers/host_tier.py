@@ -49,8 +49,8 @@ def parts(layout: CacheLayout) -> tuple[CacheLayout, list[str]]:
 class HostTierDriver(Driver):
     """A `PrefixCache` over a `HostTier`, with snapshots of states if the layout has them.
 
-    Requests publish what they have computed, and everything is evicted once it is in host memory. What was evicted is
-    overwritten, and loaded again layer by layer.
+    Requests publish what they have computed, and everything is evicted once it is in host memory. What was
+    evicted is overwritten, and loaded again layer by layer.
 
     Args:
         layout: The layout.

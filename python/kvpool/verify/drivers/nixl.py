@@ -70,8 +70,8 @@ class _Side:
 class NixlDriver(Driver):
     """Two processes with an `Endpoint` of `kvpool.integrations.nixl` each.
 
-    Every request is lent to the other process, which reads it into slots of its own; its rows are overwritten here, and
-    read back from the other process into other slots.
+    Every request is lent to the other process, which reads it into slots of its own; its rows are overwritten
+    here, and read back from the other process into other slots.
 
     Args:
         layout: The layout.
@@ -79,7 +79,8 @@ class NixlDriver(Driver):
         device: Device of the pools.
 
     Raises:
-        LeftOutError: If NIXL is not installed, or the layout has no full attention whose K and V a `KVPool` has.
+        LeftOutError: If NIXL is not installed, or the layout has no full attention whose K and V a
+            `KVPool` has.
     """
 
     def __init__(self, layout: CacheLayout, tokens: int | None = None, device: str = "cpu") -> None:

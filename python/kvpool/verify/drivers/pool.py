@@ -51,7 +51,7 @@ class _Slots:
             self.free(old)
 
     def read(self, number: int) -> Iterator[tuple[Array, Bytes]]:
-        """Yield the arrays of a request: of every other layer from a copy, of the rest from pages in place."""
+        """Yield the arrays of a request: of every other layer from a copy, of the rest in place, by pages."""
         slots = self.slots[number]
         rows = pools.host_ints(slots)
         for layer, *arrays in pools.kv_planes(self.group):
@@ -101,8 +101,8 @@ class _States:
 class PoolDriver(Driver):
     """`KVPool` with `TokenToKVPoolAllocator` for each group of K and V, and `GDNPool` for states.
 
-    Rows are written by `set_kv_buffer`, moved by `move_kv` and `copy_states` to other places, and read by `gather_kv` and
-    `page_view`. What is freed is overwritten, and reused.
+    Rows are written by `set_kv_buffer`, moved by `move_kv` and `copy_states` to other places, and read by
+    `gather_kv` and `page_view`. What is freed is overwritten, and reused.
 
     Args:
         layout: The layout.
@@ -142,8 +142,10 @@ class PoolDriver(Driver):
             states.write(request.number, data)
 
     def move(self) -> None:
-        for one in (*self._slots, *self._states):
-            one.move()
+        for slots in self._slots:
+            slots.move()
+        for states in self._states:
+            states.move()
 
     def read(self, request: Request) -> Iterator[tuple[Array, Bytes]]:
         for one in self._slots:

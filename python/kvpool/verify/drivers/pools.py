@@ -115,14 +115,15 @@ def free_states(pool: GDNPool, rows: Ints) -> None:
 def entry_rows(buffer: Any) -> Any:  # noqa: ANN401 - of any framework
     """Return the rows of a buffer `[rows, *entry]`."""
     count = len(buffer)
-    size = buffer[0].numel() * buffer.element_size() if hasattr(buffer, "numel") else buffer.numpy()[0].nbytes
+    has_torch = hasattr(buffer, "numel")
+    size = buffer[0].numel() * buffer.element_size() if has_torch else buffer.numpy()[0].nbytes
     found = rows_of(buffer, size)
     assert found.count == count  # noqa: S101 - dimensions of entries are not 1
     return found
 
 
 def typed(data: Bytes, like: Any) -> Any:  # noqa: ANN401 - of any framework
-    """Return bytes `[n, entry_bytes]` as entries of the dtype, shape and device of a buffer `[rows, *entry]`."""
+    """Return bytes `[n, entry_bytes]` as entries of the dtype, shape and device of a buffer's."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(like, torch.Tensor):
         flat = torch.from_numpy(np.ascontiguousarray(data)).view(like.dtype)

@@ -1,8 +1,8 @@
 """vLLM's offloading: its manager gives chunks of host memory out, its worker copies blocks there and back.
 
-The blocks lie as vLLM's engine has them: a tensor `[blocks, bytes of a page]` for each layer of a group, which groups with
-pages of the same size share, K and V of a page one behind the other. A chunk has two blocks, so that requests begin and
-end within one.
+The blocks lie as vLLM's engine has them: a tensor `[blocks, bytes of a page]` for each layer of a group,
+which groups with pages of the same size share, K and V of a page one behind the other. A chunk has two
+blocks, so that requests begin and end within one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_HOST_BYTES = 1 << 30
 
 
 class _Tensors:
-    """The tensors that groups with pages of one size share, and their free blocks. Block 0 is vLLM's null block."""
+    """Tensors that groups with pages of one size share, and their free blocks; 0 is vLLM's null block."""
 
     def __init__(self, page_bytes: int, first: int) -> None:
         self.page_bytes = page_bytes
@@ -51,8 +51,8 @@ class _Tensors:
 class VllmOffloadDriver(Driver):
     """vLLM's `CPUOffloadingManager` and `CPUOffloadingWorker`.
 
-    Without a GPU the worker's addresses are its own, and `memmove` copies what it would have a kernel copy. Every request
-    is stored; its blocks are overwritten, and it is loaded into others.
+    Without a GPU the worker's addresses are its own, and `memmove` copies what it would have a kernel copy.
+    Every request is stored and loaded into other blocks; those that it had are overwritten.
 
     Args:
         layout: The layout.
@@ -94,7 +94,7 @@ class VllmOffloadDriver(Driver):
         self._job = 0
 
     def _share(self, load: Workload) -> list[_Tensors]:
-        """Return the tensors of all sizes of pages, with as many blocks as live at once and one request more."""
+        """Return the tensors of all sizes of pages, with blocks for what lives and one request more."""
         by_size: dict[int, _Tensors] = {}
         for group in self._groups:
             one = by_size.setdefault(self._page_bytes(group), _Tensors(self._page_bytes(group), 0))
@@ -273,7 +273,7 @@ def _chunks(load: Workload, layout: CacheLayout) -> int:
 
 
 def _host_bytes(layout: CacheLayout, tokens: int | None) -> int:
-    """Return the bytes of all chunks: each has pages of as many layers as the largest group of each size of pages."""
+    """Return the bytes of all chunks: each has a page for every tensor."""
     most: dict[int, int] = {}
     for group in layout.groups:
         size = _page_bytes(layout, group)
