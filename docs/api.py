@@ -94,6 +94,7 @@ PAGES = (
         ("integrations.sglang.*", "integrations.vllm.*", "integrations.lmcache.*", "integrations.pymllm.*"),
     ),
     Page("metrics", "Metrics", ("metrics.*",)),
+    Page("verify", "Every byte of a layout", ("verify.*",)),
 )
 
 # Docstrings that the interpreter gives to every class.
