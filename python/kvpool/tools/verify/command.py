@@ -85,6 +85,8 @@ def run(options: Namespace) -> int:
             options.device,
             console if console.is_terminal and not options.json else None,
         )
+    except ConfigError as error:
+        refuse(str(error))
     except (ImportError, KvPoolError) as error:
         _fail_of(error)
     except (OSError, MemoryError) as error:
