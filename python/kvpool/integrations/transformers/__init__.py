@@ -7,7 +7,8 @@
 from kvpool.integrations.versions import TRANSFORMERS
 
 with TRANSFORMERS.importing():
+    from kvpool.integrations.transformers.arena_cache import ArenaCache
     from kvpool.integrations.transformers.cache import PooledCache
     from kvpool.integrations.transformers.model import PooledModel
 
-__all__ = ["PooledCache", "PooledModel"]
+__all__ = ["ArenaCache", "PooledCache", "PooledModel"]

@@ -1,0 +1,312 @@
+"""The units of a batch of sequences in a `CacheArena`: page lists, and states.
+
+The sequences are equally long, so that a page is a number of tokens and has a unit for each sequence. A
+forward pass begins with the first layer that asks for more tokens: units of all groups are taken then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpool.errors import ArgumentError, OutOfMemoryError, StaleError, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvpool._kvpool import CacheArena, Group
+
+__all__ = ["Batch", "Pages", "States"]
+
+PlaneOf = tuple[int, str]
+"""A layer, and the name of a plane."""
+
+
+class Pages:
+    """The pages of a group, each of which has a unit for each sequence.
+
+    Attributes:
+        group: The group.
+        units: Units by the number of a page; pages behind a window are left out.
+        buffers: The planes of all layers.
+        lengths: Tokens that each of them has.
+    """
+
+    def __init__(self, arena: CacheArena, group: Group) -> None:
+        self.group = group
+        self.units: dict[int, list[int]] = {}
+        self.buffers = _buffers(arena, group)
+        self.lengths = dict.fromkeys(self.buffers, 0)
+        self._arena = arena
+        self._entries = max(1, arena.layout.page_size // group.stride)
+
+    def kept(self, length: int) -> range:
+        """Return the entries that are needed after `length` tokens."""
+        first = 0 if self.group.tokens is None else max(0, length - self.group.tokens + 1)
+        return range(first, length // self.group.stride)
+
+    def missing(self, length: int) -> list[int]:
+        """Return the pages without units that `length` tokens need."""
+        return [page for page in self._pages(self.kept(length)) if page not in self.units]
+
+    def add(self, length: int, n: int, taken: list[int]) -> None:
+        """Give the pages that `length` tokens need their units."""
+        for at, page in enumerate(self.missing(length)):
+            self.units[page] = taken[at * n : at * n + n]
+
+    def trim(self, length: int) -> None:
+        """Free the pages that are not needed after `length` tokens."""
+        needed = self._pages(self.kept(length))
+        for page in [page for page in self.units if page not in needed]:
+            self._arena.free(self.group.name, self.units.pop(page))
+
+    def append(self, plane: PlaneOf, states: torch.Tensor, length: int) -> torch.Tensor:
+        """Write new entries, `[n, entries, ...]`, and return a copy of those before them that are kept."""
+        before, after = self.kept(self.lengths[plane]), self.kept(length)
+        kept = self._read(plane, before, states)
+        start = max(after.start, before.stop)
+        if start < after.stop:
+            pages = self._pages(range(start, after.stop))
+            at = torch.arange(start, after.stop, device=states.device)
+            units = self._indices(pages, states)[:, at // self._entries - pages.start]
+            self.buffers[plane][units, at % self._entries] = states[:, start - before.stop :]
+        self.lengths[plane] = length
+        if all(length == other for other in self.lengths.values()):
+            self.trim(length)
+        return kept
+
+    def _read(self, plane: PlaneOf, entries: range, like: torch.Tensor) -> torch.Tensor:
+        if not entries:
+            return like[:, :0]
+        pages = self._pages(entries)
+        start = entries.start - pages.start * self._entries
+        found = self.buffers[plane][self._indices(pages, like)].flatten(1, 2)
+        return found[:, start : start + len(entries)]
+
+    def _pages(self, entries: range) -> range:
+        return range(entries.start // self._entries, -(-entries.stop // self._entries) if entries else 0)
+
+    def _indices(self, pages: range, like: torch.Tensor) -> torch.Tensor:
+        """Return the units of pages: int64 `[n, pages]`."""
+        return torch.tensor([self.units[page] for page in pages], device=like.device).T
+
+    def select(self, indices: list[int], taken: list[int]) -> None:
+        """Let the sequences have the entries of those at `indices`; `taken` are units for more of them."""
+        more = len(taken) // len(self.units) if self.units else 0
+        for at, (page, units) in enumerate(self.units.items()):
+            together = [*units, *taken[at * more : at * more + more]]
+            self.units[page] = together[: len(indices)]
+            _copy(self.buffers.values(), [units[i] for i in indices], self.units[page])
+            self._arena.free(self.group.name, together[len(indices) :])
+
+    def release(self) -> None:
+        """Free all units."""
+        for units in self.units.values():
+            self._arena.free(self.group.name, units)
+        self.units = {}
+        self.lengths = dict.fromkeys(self.buffers, 0)
+
+
+class States:
+    """The states of a group.
+
+    Attributes:
+        group: The group.
+        units: Units of all sequences, where a state is in one, or for each layer.
+        buffers: The planes of all layers.
+        lengths: Tokens that each layer has seen.
+    """
+
+    def __init__(self, arena: CacheArena, group: Group) -> None:
+        self.group = group
+        self.units: list[list[int]] = []
+        self.buffers = _buffers(arena, group)
+        self.lengths = dict.fromkeys(group.layers, 0)
+        self._arena = arena
+
+    def units_of(self, layer: int) -> list[int]:
+        """Return the units of all sequences in a layer."""
+        return self.units[self.group.layers.index(layer) if len(self.units) > 1 else 0]
+
+    def add(self, taken: list[Any]) -> None:
+        """Add the units of more sequences."""
+        columns = [*zip(*taken, strict=True)] if isinstance(taken[0], list) else [taken]
+        self.units = [
+            [*units, *sorted(more)]
+            for units, more in zip(self.units or [[]] * len(columns), columns, strict=True)
+        ]
+
+    def read(self, layer: int, plane: str) -> tuple[torch.Tensor, bool]:
+        """Return the states of all sequences; a view if their units are equally far apart, else False."""
+        units, buffer = self.units_of(layer), self.buffers[layer, plane]
+        step = units[1] - units[0] if len(units) > 1 else 1
+        if step > 0 and units == [*range(units[0], units[-1] + 1, step)]:
+            return buffer[units[0] : units[-1] + 1 : step], True
+        return buffer[units], False
+
+    def select(self, indices: list[int], taken: list[Any]) -> None:
+        """Let the sequences have the states of those at `indices`; `taken` are units for more of them."""
+        before = self.units
+        if taken:
+            self.add(taken)
+        together, self.units = self.units, [units[: len(indices)] for units in self.units]
+        for column, (old, new, both) in enumerate(zip(before, self.units, together, strict=True)):
+            layer = self.group.layers[column] if len(before) > 1 else None
+            buffers = [buffer for (of, _), buffer in self.buffers.items() if layer in {None, of}]
+            _copy(buffers, [old[i] for i in indices], new)
+            self._arena.free(self.group.name, both[len(indices) :])
+
+    def release(self) -> None:
+        """Free all units."""
+        for units in self.units:
+            self._arena.free(self.group.name, units)
+        self.units = []
+        self.lengths = dict.fromkeys(self.lengths, 0)
+
+
+class Batch:
+    """The sequences of a cache.
+
+    Attributes:
+        n: How many there are.
+        base: Tokens of each before the forward pass that runs, or ran last.
+        length: Tokens after it, which have units.
+        late: Copies the states of a layer back that are no views, and forgets itself.
+    """
+
+    def __init__(self, arena: CacheArena) -> None:
+        groups = arena.layout.groups
+        self.pages = [Pages(arena, group) for group in groups if group.kind != "state"]
+        self.states = [States(arena, group) for group in groups if group.kind == "state"]
+        self._groups: list[Pages | States] = [*self.pages, *self.states]
+        self.n = self.base = self.length = 0
+        self.late: Callable[[], None] | None = None
+        self.closed = False
+        self._arena = arena
+
+    def extend(self, n: int, length: int, new: int) -> None:
+        """Take what `n` sequences of `length` tokens need for `new` ones: of all groups or none."""
+        if self.late is not None:
+            self.late()
+        if self.closed:
+            raise StaleError("the cache is closed")
+        if self.n not in {0, n}:
+            raise StateError(f"the batch has {n} sequences, the cache {self.n}: reset() it")
+        if length == self.length:
+            self._check_complete()
+            self.base = self.length
+        after = self.base + new
+        if after > self.length:
+            units = {group.group.name: n * len(group.missing(after)) for group in self.pages}
+            units |= {group.group.name: n for group in self.states if self.n == 0}
+            try:
+                taken = self._take(units, f"{n} sequences of {self.base} tokens with {new} more each")
+            except OutOfMemoryError:
+                self._back()
+                raise
+            for group in self.pages:
+                group.add(after, n, taken[group.group.name])
+            for states in self.states if self.n == 0 else []:
+                states.add(taken[states.group.name])
+            self.n, self.length = n, after
+
+    def _back(self) -> None:
+        """Go back to before the forward pass, of which nothing has been written."""
+        self.length = self.base
+        for group in self.pages:
+            group.trim(self.base)
+        for states in self.states:
+            states.lengths = dict.fromkeys(states.lengths, self.base)
+
+    def _check_complete(self) -> None:
+        lengths = [length for group in self._groups for length in group.lengths.values()]
+        behind = sum(length != self.length for length in lengths)
+        if behind:
+            raise StaleError(
+                f"a forward pass has ended before {behind} of {len(lengths)} writes: reset() the cache"
+            )
+
+    def _take(self, units: dict[str, int], what: str) -> dict[str, list[Any]]:
+        taken = self._arena.alloc(units)
+        if taken is None:
+            available = {name: self._arena.group_stats(name)["available"] for name in units}
+            needs = ", ".join(
+                f"{units[name]} units of {name} ({available[name]} available)"
+                for name in units
+                if units[name]
+            )
+            raise OutOfMemoryError(
+                f"{what} do not fit: they need {needs} of {self._arena.slabs_free} free slabs"
+            )
+        return taken
+
+    def append(self, pages: Pages, plane: PlaneOf, states: torch.Tensor) -> torch.Tensor:
+        """Write new entries of a layer, `[n, new, ...]`, and return a copy of those kept before them."""
+        n, new, *shape = states.shape
+        if shape != [*pages.buffers[plane].shape[2:]]:
+            raise ArgumentError(
+                f"layer {plane[0]} has {plane[1]} of the shape {shape}, the cache "
+                f"{[*pages.buffers[plane].shape[2:]]}: it is of another model"
+            )
+        if torch.is_grad_enabled() and states.requires_grad:
+            raise ArgumentError(
+                "an arena keeps no gradients: generate() has none, otherwise use torch.no_grad()"
+            )
+        self.extend(n, pages.lengths[plane], new)
+        if pages.lengths[plane] + new != self.length:
+            raise StaleError(
+                f"layer {plane[0]} with {pages.lengths[plane]} tokens gets {new} more, and another has "
+                f"{self.length}: reset() the cache"
+            )
+        return pages.append(plane, states, self.length)
+
+    def select(self, indices: list[int]) -> None:
+        """Let the sequences be those at `indices`; if that fails, change nothing."""
+        if self.n == 0:
+            return
+        wrong = [i for i in indices if not 0 <= i < self.n]
+        if wrong or not indices:
+            raise IndexError(
+                f"sequences {wrong} of {self.n}" if wrong else f"none of {self.n} sequences is kept"
+            )
+        self._check_complete()
+        more = max(0, len(indices) - self.n)
+        units = {group.group.name: more * len(group.units) for group in self.pages}
+        units |= {states.group.name: more for states in self.states}
+        taken = self._take(units, f"{more} sequences of {self.length} tokens more")
+        if self.late is not None:
+            self.late()
+        for group in self._groups:
+            group.select(indices, taken[group.group.name])
+        self.n = len(indices)
+
+    def release(self) -> None:
+        """Free all units."""
+        self.n = self.base = self.length = 0
+        self.late = None
+        for group in self._groups:
+            group.release()
+
+    def close(self) -> None:
+        """Free all units, and refuse to take others."""
+        self.closed = True
+        self.release()
+
+
+def _buffers(arena: CacheArena, group: Group) -> dict[PlaneOf, torch.Tensor]:
+    """Return the planes of all layers of a group."""
+    return {
+        (layer, plane.name): arena.buffer(group.name, plane.name, layer)
+        for layer in group.layers
+        for plane in group.planes
+    }
+
+
+def _copy(buffers: Iterable[torch.Tensor], sources: list[int], targets: list[int]) -> None:
+    """Copy units, where they differ. All of them are read before any is written."""
+    pairs = [pair for pair in zip(sources, targets, strict=True) if pair[0] != pair[1]]
+    if pairs:
+        read, written = zip(*pairs, strict=True)
+        for buffer in buffers:
+            buffer[list(written)] = buffer[list(read)]
