@@ -476,12 +476,20 @@ _GDN = {
     "linear_conv_kernel_dim": 4,
 }
 _SMALL_MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
+_LFM_2 = {"layer_types": ["conv", "full_attention", "conv", "conv"]}
 _PER_LAYER = {**_HEAD, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
 
 SMALL: dict[str, dict[str, Any]] = {
     "bamba": {**_SMALL_MAMBA_2, "attn_layer_indices": [1]},
     "deepseek_v2": {**_LATENT, "q_lora_rank": None},
     "deepseek_v3": {**_LATENT, "q_lora_rank": None},
+    "deepseek_v32": {
+        **_LATENT,
+        "q_lora_rank": 16,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 24,
+    },
     "falcon_h1": {**_SMALL_MAMBA_2, **_HEAD, "mamba_d_ssm": 128},
     "gemma3n_text": {**_PER_LAYER, "num_hidden_layers": 10, "num_kv_shared_layers": 5},
     "gemma4_text": {
@@ -498,6 +506,19 @@ SMALL: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 16,
     },
     "jamba": {"num_hidden_layers": 8, "mamba_d_state": 8},
+    "kimi_linear": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "linear_attn_config": {
+            "full_attn_layers": [2, 4],
+            "kda_layers": [1, 3],
+            "num_heads": 4,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+    },
+    "mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "expand": 2},
     "nemotron_h": {
         **_HEAD,
         "num_hidden_layers": 4,
@@ -516,6 +537,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "adapter_rank": 4,
         "num_key_value_heads": 4,
     },
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM_2),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _GDN),
     **dict.fromkeys(
         (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from kvpool._closing import Closing
 from kvpool._kvpool import CacheArena
@@ -160,17 +160,38 @@ class ArenaCache(Cache, Closing):
         self._select([i for i in range(self._batch.n) for _ in range(repeats)])
 
     def _select(self, indices: list[int]) -> None:
+        layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        for layer in layers:
+            layer.store()
         self._batch.select(indices)
-        for layer in self.layers:
-            if isinstance(layer, StateLayer):
-                layer.bind()
+        for layer in layers:
+            layer.bind()
 
     @override
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: what is behind a window has been freed, and states cannot be taken back."""
-        raise ConfigError("an ArenaCache takes no tokens back, as assistants and prompt lookup need")
+        """Refuse to take tokens back: what is behind a window has been freed, and states have moved on.
+
+        Raises:
+            ConfigError: If `tokens_to_remove` is not 0.
+        """
+        if tokens_to_remove:
+            raise ConfigError("an ArenaCache takes no tokens back, as an assistant or prompt lookup needs")
 
     @override
     def activate_past_recording(self) -> None:
-        """Refuse, as `crop`."""
-        self.crop(0)
+        """Refuse, as `crop` of a token.
+
+        Raises:
+            ConfigError: Always.
+        """
+        self.crop(-1)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Refuse.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "an ArenaCache is not copied: make another with its arena, and compute the prompt again"
+        )

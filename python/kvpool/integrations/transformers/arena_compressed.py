@@ -38,7 +38,7 @@ class CompressedLayer(PagedLayer):
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return tokens and weights that make whole entries, and the first one's position; keep the others."""
+        """Return tokens and weights of whole entries, and the position of the first; keep the others."""
         before = self._batch.base
         ready = []
         for of, states in (("kv", kv), ("gate", gate)):
@@ -58,7 +58,7 @@ class CompressedLayer(PagedLayer):
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Keep what the next entry needs of the last one's tokens, and return what was kept before, if any."""
+        """Keep what the next entry needs of the last one's tokens; return what was kept before, if any."""
         is_first = self._batch.base < self._rate
         prior = None if is_first else (self._of(f"{name}_overlap_kv"), self._of(f"{name}_overlap_gate"))
         self._write(f"{name}_overlap_kv", chunk_kv[:, -1, :, :head_dim])

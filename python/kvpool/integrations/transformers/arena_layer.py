@@ -85,7 +85,7 @@ class StateLayer(LinearAttentionLayer):
     def _extend(self, length: int, new: int, n: int) -> None:
         self._batch.extend(n, length, new)
         self._states.lengths[self._number] = self._batch.length
-        self._batch.late = self._store if self._copies else None
+        self._batch.late = self.store if self._copies else None
 
     @override
     def update_conv_state(
@@ -113,25 +113,29 @@ class StateLayer(LinearAttentionLayer):
         self.dtype, self.device = given.dtype, given.device
         if conv_states is not None:
             self.conv_kernel_size[0] = conv_kernel_size or conv_states.shape[-1]
+            self.conv_states[0] = self._read("conv")
             self.is_conv_states_initialized[0] = True
         else:
+            self.recurrent_states[0] = self._read("recurrent")
             self.is_recurrent_states_initialized[0] = True
-        self.bind()
+
+    def _read(self, plane: str) -> torch.Tensor:
+        """Return the states of all sequences, and note whether they are a copy."""
+        states, is_view = self._states.read(self._number, plane)
+        if not is_view:
+            self._copies[plane] = states
+            self._batch.late = self.store
+        return states
 
     def bind(self) -> None:
         """Find the states of all sequences again, after their units have changed."""
         self._copies = {}
-        for plane, held, is_kept in (
-            ("conv", self.conv_states, self.is_conv_states_initialized),
-            ("recurrent", self.recurrent_states, self.is_recurrent_states_initialized),
-        ):
-            if is_kept[0]:
-                held[0], is_view = self._states.read(self._number, plane)
-                if not is_view:
-                    self._copies[plane] = held[0]
-        self._batch.late = self._store if self._copies else None
+        if self.is_conv_states_initialized[0]:
+            self.conv_states[0] = self._read("conv")
+        if self.is_recurrent_states_initialized[0]:
+            self.recurrent_states[0] = self._read("recurrent")
 
-    def _store(self) -> None:
+    def store(self) -> None:
         """Copy the states back that are no views."""
         for plane, states in self._copies.items():
             self._states.buffers[self._number, plane][self._states.units_of(self._number)] = states

@@ -100,28 +100,11 @@ def _forms(model: PreTrainedModel, cache: RecordingCache, number: int) -> list[_
             raise ConfigError(
                 f"{named} passes keys and values to the cache {cache.updates[number]} times in a forward pass"
             )
-        window = layer.sliding_window if layer.is_sliding else None
-        planes = [_plane("k", layer.keys, 2)]
-        if layer.values is not layer.keys:
-            planes.append(_plane("v", layer.values, 2))
-        if getattr(layer, "is_indexer_initialized", False):
-            planes.append(_plane("index_k", layer.indexer_keys, 1))
-        if getattr(layer, "indexer_position_ids", None) is not None:
-            raise ConfigError(f"{named} keeps positions beside its index, which have no place in a layout")
-        forms.append(("full" if window is None else "window", window, 1, tuple(planes)))
-    states = getattr(layer, "conv_states", {})
-    if len(states) > 1:
-        raise ConfigError(f"{named} has {len(states)} convolutions; a layout has one for a layer")
-    if states:
-        kept = (("conv", layer.conv_states[0]), ("recurrent", layer.recurrent_states[0]))
-        forms.append(
-            (
-                "state",
-                None,
-                1,
-                tuple(Plane(name, x.dtype, x.shape[1:]) for name, x in kept if x is not None),
-            )
-        )
+        forms.append(_attention(layer, named))
+    elif hasattr(layer, "is_sliding"):
+        raise ConfigError(f"{named} keeps nothing of three tokens, and may keep some of others")
+    if hasattr(layer, "conv_states"):
+        forms.append(_state(layer, named))
     if getattr(layer, "compressed_kv", None) is not None:
         forms += _compressed(layer)
     elif forms and type(layer) not in _SERVED:
@@ -129,6 +112,33 @@ def _forms(model: PreTrainedModel, cache: RecordingCache, number: int) -> list[_
             f"{named} keeps its tokens in a {type(layer).__name__}, which an arena cache does not serve"
         )
     return forms
+
+
+def _attention(layer: Any, named: str) -> _Form:  # noqa: ANN401 - a cache layer of `transformers`
+    """Return what a layer keeps of each token."""
+    window = layer.sliding_window if layer.is_sliding else None
+    planes = [_plane("k", layer.keys, 2)]
+    if layer.values is not layer.keys:
+        planes.append(_plane("v", layer.values, 2))
+    if getattr(layer, "is_indexer_initialized", False):
+        planes.append(_plane("index_k", layer.indexer_keys, 1))
+    if getattr(layer, "indexer_position_ids", None) is not None:
+        raise ConfigError(f"{named} keeps positions beside its index, which have no place in a layout")
+    return ("full" if window is None else "window", window, 1, tuple(planes))
+
+
+def _state(layer: Any, named: str) -> _Form:  # noqa: ANN401 - a cache layer of `transformers`
+    """Return what a layer keeps of each request."""
+    convolution, recurrent = layer.conv_states, layer.recurrent_states
+    if len(convolution) > 1:
+        raise ConfigError(f"{named} has {len(convolution)} convolutions; a layout has one for a layer")
+    if convolution[0] is None:
+        raise ConfigError(
+            f"{named} passes no inputs of a convolution to the cache, which tell how many tokens there are"
+        )
+    kept = (("conv", convolution[0]), ("recurrent", recurrent[0]))
+    planes = tuple(Plane(name, x.dtype, x.shape[1:]) for name, x in kept if x is not None)
+    return ("state", None, 1, planes)
 
 
 def _compressed(layer: Any) -> list[_Form]:  # noqa: ANN401 - a cache layer of DeepSeek V4

@@ -40,6 +40,8 @@ class Pages:
         self.lengths = dict.fromkeys(self.buffers, 0)
         self._arena = arena
         self._entries = max(1, arena.layout.page_size // group.stride)
+        # Units of ranges of pages as tensors, until the next change.
+        self._tables: dict[range, torch.Tensor] = {}
 
     def kept(self, length: int) -> range:
         """Return the entries that are needed after `length` tokens."""
@@ -54,12 +56,14 @@ class Pages:
         """Give the pages that `length` tokens need their units."""
         for at, page in enumerate(self.missing(length)):
             self.units[page] = taken[at * n : at * n + n]
+        self._tables.clear()
 
     def trim(self, length: int) -> None:
         """Free the pages that are not needed after `length` tokens."""
         needed = self._pages(self.kept(length))
         for page in [page for page in self.units if page not in needed]:
             self._arena.free(self.group.name, self.units.pop(page))
+        self._tables.clear()
 
     def append(self, plane: PlaneOf, states: torch.Tensor, length: int) -> torch.Tensor:
         """Write new entries, `[n, entries, ...]`, and return a copy of those before them that are kept."""
@@ -89,7 +93,10 @@ class Pages:
 
     def _indices(self, pages: range, like: torch.Tensor) -> torch.Tensor:
         """Return the units of pages: int64 `[n, pages]`."""
-        return torch.tensor([self.units[page] for page in pages], device=like.device).T
+        if pages not in self._tables:
+            units = [self.units[page] for page in pages]
+            self._tables[pages] = torch.tensor(units, device=like.device).T
+        return self._tables[pages]
 
     def select(self, indices: list[int], taken: list[int]) -> None:
         """Let the sequences have the entries of those at `indices`; `taken` are units for more of them."""
@@ -99,12 +106,14 @@ class Pages:
             self.units[page] = together[: len(indices)]
             _copy(self.buffers.values(), [units[i] for i in indices], self.units[page])
             self._arena.free(self.group.name, together[len(indices) :])
+        self._tables.clear()
 
     def release(self) -> None:
         """Free all units."""
         for units in self.units.values():
             self._arena.free(self.group.name, units)
         self.units = {}
+        self._tables.clear()
         self.lengths = dict.fromkeys(self.buffers, 0)
 
 
@@ -230,16 +239,21 @@ class Batch:
     def _take(self, units: dict[str, int], what: str) -> dict[str, list[Any]]:
         taken = self._arena.alloc(units)
         if taken is None:
-            available = {name: self._arena.group_stats(name)["available"] for name in units}
-            needs = ", ".join(
-                f"{units[name]} units of {name} ({available[name]} available)"
-                for name in units
-                if units[name]
-            )
+            needs = [
+                f"{count * self._parts(name)} units of {name} "
+                f"({self._arena.group_stats(name)['available']} are available)"
+                for name, count in units.items()
+                if count
+            ]
             raise OutOfMemoryError(
-                f"{what} do not fit: they need {needs} of {self._arena.slabs_free} free slabs"
+                f"{what} do not fit: they need {', '.join(needs)}; {self._arena.slabs_free} slabs are free"
             )
         return taken
+
+    def _parts(self, name: str) -> int:
+        """Return how many units of the arena a unit of a group is."""
+        group = next(group.group for group in self._groups if group.group.name == name)
+        return len(group.layers) if self._arena.slabs.by_layer(name) else 1
 
     def append(self, pages: Pages, plane: PlaneOf, states: torch.Tensor) -> torch.Tensor:
         """Write new entries of a layer, `[n, new, ...]`, and return a copy of those kept before them."""
@@ -253,12 +267,13 @@ class Batch:
             raise ArgumentError(
                 "an arena keeps no gradients: generate() has none, otherwise use torch.no_grad()"
             )
-        self.extend(n, pages.lengths[plane], new)
-        if pages.lengths[plane] + new != self.length:
+        length = pages.lengths[plane]
+        if length != self.length and length + new != self.length:
             raise StaleError(
-                f"layer {plane[0]} with {pages.lengths[plane]} tokens gets {new} more, and another has "
-                f"{self.length}: reset() the cache"
+                f"layer {plane[0]} with {length} tokens gets {new} more, and another has {self.length}: "
+                "reset() the cache"
             )
+        self.extend(n, length, new)
         return pages.append(plane, states, self.length)
 
     def select(self, indices: list[int]) -> None:
@@ -275,8 +290,6 @@ class Batch:
         units = {group.group.name: more * len(group.units) for group in self.pages}
         units |= {states.group.name: more for states in self.states}
         taken = self._take(units, f"{more} sequences of {self.length} tokens more")
-        if self.late is not None:
-            self.late()
         for group in self._groups:
             group.select(indices, taken[group.group.name])
         self.n = len(indices)

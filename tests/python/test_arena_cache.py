@@ -1,0 +1,603 @@
+"""`generate()` with all that a model keeps in one arena, beside transformers' own cache, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import logging
+import random
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import devices
+import pytest
+import torch
+from common import some
+from devices import to_current
+from model_configs import COMMON, SMALL
+from tiny_models import make
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, T5Config
+
+from kvpool import ArgumentError, CacheArena, ConfigError, OutOfMemoryError, StaleBufferError, StateError
+from kvpool.integrations.transformers import ArenaCache
+from kvpool.integrations.transformers.layout import cache_argument
+from kvpool.models import layout_of
+from kvpool.models.model_config import parse_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpool import CacheLayout
+
+PAGE = 4
+WINDOW = 16
+# Longer than windows and chunks, the second one padded on the left; then several windows more.
+PROMPT, PADDING, NEW = 41, 9, 40
+
+WINDOWED = {"sliding_window": WINDOW}
+# Beside `SMALL`: windows and chunks that prompts exceed.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bamba": {},
+    "deepseek_v3": {},
+    "deepseek_v32": {},
+    "deepseek_v4": {
+        **WINDOWED,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "sliding_attention",
+        ],
+    },
+    "falcon_h1": {},
+    "gemma3_text": {**WINDOWED, "num_hidden_layers": 6},
+    "gemma3n_text": WINDOWED,
+    "gemma4_text": WINDOWED,
+    "gpt_oss": {**WINDOWED, "num_experts_per_tok": 4},
+    "granitemoehybrid": {},
+    "jamba": {},
+    "kimi_linear": {},
+    "lfm2": {},
+    "lfm2_moe": {},
+    "llama": {},
+    "llama4_text": {"attention_chunk_size": WINDOW, "intermediate_size_mlp": 64, "num_experts_per_tok": 1},
+    "mamba": {},
+    "mamba2": {},
+    "nemotron_h": {},
+    "qwen3_5_text": {},
+    "qwen3_next": {},
+    "zamba2": {},
+}
+# All kinds of groups.
+SOME = ["gpt_oss", "llama4_text", "falcon_h1", "qwen3_next", "lfm2", "deepseek_v32", "deepseek_v4"]
+
+
+@pytest.fixture(autouse=True)
+def _device(request: pytest.FixtureRequest, device: str) -> str:
+    """Every test runs on every device that PyTorch has kernels for."""
+    if device == "cuda" and request.config.getoption("--software"):
+        pytest.skip("it needs PyTorch's kernels on a GPU, which the software driver has not")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return device
+
+
+def values_of(family: str) -> dict[str, Any]:
+    more = {"initializer_range": 0.3, "max_position_embeddings": 256, "tie_word_embeddings": False}
+    return {**COMMON, **more, **SMALL.get(family, {}), **FAMILIES[family]}
+
+
+@cache
+def built(family: str, device: str) -> Any:  # noqa: ANN401
+    """A model with random weights, the same every time."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **values_of(family))
+    return make(config, attn_implementation="eager").eval().to(device)
+
+
+def a_model(family: str) -> Any:  # noqa: ANN401
+    return built(family, devices.current())
+
+
+def prompts(n: int = 2, length: int = PROMPT) -> dict[str, torch.Tensor]:
+    """Prompts, of which all but the first are padded on the left."""
+    ids = torch.randint(1, 64, (n, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1:, :PADDING] = 0
+    return {"input_ids": to_current(ids * mask), "attention_mask": to_current(mask)}
+
+
+def an_arena_cache(family: str, **options: Any) -> ArenaCache:  # noqa: ANN401
+    return ArenaCache(a_model(family), **{"arena_bytes": 4 << 20, "page_size": PAGE, **options})
+
+
+def generated(
+    family: str,
+    inputs: dict[str, torch.Tensor],
+    cache: Any = None,  # noqa: ANN401
+    **options: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    model = a_model(family)
+    torch.manual_seed(7)
+    if cache is not None:
+        options[cache_argument(model)] = cache
+    outputs = {"output_logits": True, "return_dict_in_generate": True}
+    return model.generate(**inputs, **{"do_sample": False, "max_new_tokens": 8, **outputs, **options})
+
+
+def assert_same(found: Any, wanted: Any) -> None:  # noqa: ANN401
+    assert torch.equal(found.sequences, wanted.sequences)
+    for ours, theirs in zip(found.logits, wanted.logits, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def in_use(arena: CacheArena) -> dict[str, int]:
+    return {group.name: arena.group_stats(group.name)["in_use"] for group in arena.layout.groups}
+
+
+def units_of(layout: CacheLayout, batch: int, tokens: int) -> dict[str, int]:
+    return {name: batch * units for name, units in layout.request_units(tokens).items()}
+
+
+def is_empty(arena: CacheArena) -> bool:
+    arena.verify()
+    return arena.slabs_free == arena.stats()["capacity"] and not any(in_use(arena).values())
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_prompts_generate_the_same(family: str) -> None:
+    wanted = generated(family, prompts(), max_new_tokens=NEW)
+    with an_arena_cache(family) as cache:
+        assert_same(generated(family, prompts(), cache, max_new_tokens=NEW), wanted)
+        arena = cache.arena
+        assert in_use(arena) == units_of(arena.layout, 2, PROMPT + NEW - 1)
+        for group in arena.layout.groups:
+            if group.kind == "window":
+                assert arena.group_stats(group.name)["in_use"] <= 2 * (WINDOW // PAGE + 1)
+                # Of a prompt, too, only the window is written; a step has the pages of two windows at most.
+                assert arena.group_stats(group.name)["high_water"] <= 2 * 2 * (WINDOW // PAGE + 1)
+            assert arena.group_stats(group.name)["dropped_frees"] == 0
+    assert is_empty(arena)
+
+
+def test_families_have_all_kinds_of_groups() -> None:
+    found = {}
+    for family in FAMILIES:
+        layout = an_arena_cache(family).arena.layout
+        found[family] = [(group.kind, group.stride, len(group.aliases)) for group in layout.groups]
+        planes = {plane.name for group in layout.groups for plane in group.planes}
+        assert ("index_k" in planes) == (family == "deepseek_v32")
+    assert found["llama"] == [("full", 1, 0)]
+    assert (
+        found["gemma3_text"] == found["gpt_oss"] == found["llama4_text"] == [("window", 1, 0), ("full", 1, 0)]
+    )
+    assert found["gemma3n_text"] == [("window", 1, 4), ("full", 1, 1)]
+    assert found["mamba"] == found["mamba2"] == [("state", 1, 0)]
+    assert found["falcon_h1"] == [("full", 1, 0), ("state", 1, 0)]
+    assert [group[:2] for group in found["deepseek_v4"]] == [
+        ("window", 1),
+        ("window", 1),
+        ("full", 4),
+        ("state", 1),
+        ("full", 8),
+        ("state", 1),
+    ]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks": {"prefill_chunk_size": 6},
+    "large chunks": {"prefill_chunk_size": 20},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "sampled beams": {"num_beams": 2, "do_sample": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", SOME)
+def test_every_way_to_generate(family: str, way: str) -> None:
+    wanted = generated(family, prompts(), **WAYS[way])
+    cache = an_arena_cache(family)
+    for _ in range(2):
+        assert_same(generated(family, prompts(), cache, **WAYS[way]), wanted)
+        sequences = 2 * max(WAYS[way].get("num_beams", 1), WAYS[way].get("num_return_sequences", 1))
+        assert in_use(cache.arena) == units_of(cache.arena.layout, sequences, PROMPT + 7)
+        cache.reset()
+        assert is_empty(cache.arena)
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 64])
+@pytest.mark.parametrize("family", ["gpt_oss", "falcon_h1", "deepseek_v4"])
+def test_pages_of_other_sizes(family: str, page_size: int) -> None:
+    cache = an_arena_cache(family, page_size=page_size, arena_bytes=64 << 20)
+    assert_same(generated(family, prompts(), cache), generated(family, prompts()))
+    assert in_use(cache.arena) == units_of(cache.arena.layout, 2, PROMPT + 7)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_conversation_goes_on(family: str) -> None:
+    caches = [an_arena_cache(family), DynamicCache(config=a_model(family).config)]
+    first = prompts(1)
+    turns = [generated(family, first, cache) for cache in caches]
+    assert_same(*turns)
+    more = to_current(torch.tensor([[9, 8, 7, 6, 5] * 5]))
+    inputs = {"input_ids": torch.cat((turns[0].sequences, more), 1)}
+    assert_same(*(generated(family, inputs, cache) for cache in caches))
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next", "lfm2", "mamba", "deepseek_v4"])
+@pytest.mark.parametrize("batch", [3, 4])
+def test_states_that_are_no_views(family: str, batch: int) -> None:
+    """Units of states that are not equally far apart: a layer works on copies, which go back to the arena."""
+    cache = an_arena_cache(family)
+    arena = cache.arena
+    name = [group.name for group in arena.layout.groups if group.kind == "state"][-1]
+    layers = [layer for layer, kept in enumerate(cache.layers) if hasattr(kept, "conv_states")]
+    taken = some(arena.alloc({name: 8}))[name]
+    arena.free(name, [taken[i] for i in (0, 1, 3, 6, 7)])
+    inputs = prompts(batch)
+    assert_same(generated(family, inputs, cache), generated(family, inputs))
+    if batch == 3:  # the last layer's states, too, are in the arena after the next call
+        other = DynamicCache(config=a_model(family).config)
+        generated(family, inputs, other)
+        for each in (cache, other):
+            each.reorder_cache(to_current(torch.tensor([2, 0, 1])))
+        for layer in layers:
+            assert torch.equal(cache.layers[layer].conv_states[0], other.layers[layer].conv_states[0])
+            states = next(states for states in cache._batch.states if states.group.name == name)
+            kept = arena.buffer(name, "conv", layer)[states.units_of(layer)]
+            assert torch.equal(kept, other.layers[layer].conv_states[0])
+    cache.close()
+    arena.free(name, [taken[i] for i in (2, 4, 5)])
+    assert is_empty(arena)
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_states_that_are_placed_layer_by_layer(batch: int) -> None:
+    torch.manual_seed(0)
+    values = {**values_of("granitemoehybrid"), "mamba_d_state": 64}
+    model = make(AutoConfig.for_model("granitemoehybrid", **values)).eval().to(devices.current())
+    inputs = prompts(batch)
+    cache = ArenaCache(model, 2 << 20, page_size=PAGE)
+    assert cache.arena.slabs.by_layer("state")
+    for ways in ({}, {"num_beams": 2}):
+        cache.reset()
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, **ways}
+        found = model.generate(**inputs, **options, **{cache_argument(model): cache})
+        assert torch.equal(found, model.generate(**inputs, **options))
+        assert cache.arena.group_stats("state")["in_use"] == len(found) * ways.get("num_beams", 1) * 3
+    short = ArenaCache(model, 320_000, page_size=PAGE)
+    with pytest.raises(OutOfMemoryError, match=r"12 units of state \(\d+ are available\)"):
+        model.generate(**prompts(4), max_new_tokens=2, **{cache_argument(model): short})
+    assert is_empty(short.arena)
+
+
+# Histories
+
+
+class Pair:
+    """The same calls to a cache of kvpool and to one of `transformers`, by a model."""
+
+    def __init__(self, family: str) -> None:
+        self.model = a_model(family)
+        self.ours, self.theirs = an_arena_cache(family), DynamicCache(config=self.model.config)
+
+    def step(self, tokens: torch.Tensor) -> None:
+        argument = cache_argument(self.model)
+        with torch.no_grad():
+            found, wanted = (
+                self.model(tokens, use_cache=True, **{argument: kept}).logits
+                for kept in (self.ours, self.theirs)
+            )
+        assert torch.equal(found, wanted)
+
+    def call_both(self, call: str, *given: Any) -> None:  # noqa: ANN401
+        for kept in (self.ours, self.theirs):
+            getattr(kept, call)(*given)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v32", "llama4_text"])
+def test_histories_beside_the_dynamic_cache(family: str) -> None:
+    """Through every change of the batch that transformers' own cache can make."""
+    chance = random.Random(family)  # noqa: S311 - no secrets
+    torch.manual_seed(1)
+    pair = Pair(family)
+    for _ in range(3):
+        batch = tokens = chance.randint(1, 3)
+        tokens = 0
+        for at in range(14):
+            new = chance.choice([1, 1, 1, 2, 9]) if at else chance.randint(1, 40)
+            pair.step(to_current(torch.randint(1, 64, (batch, new))))
+            tokens += new
+            match chance.randrange(5):
+                case 0 | 1:
+                    order = [chance.randrange(batch) for _ in range(batch)]
+                    pair.call_both("reorder_cache", to_current(torch.tensor(order)))
+                case 2 if batch > 1:
+                    batch -= 1
+                    pair.call_both("batch_select_indices", to_current(torch.arange(batch + 1) != batch // 2))
+                case 3 if batch < 4:
+                    batch *= 2
+                    pair.call_both("batch_repeat_interleave", 2)
+            assert in_use(pair.ours.arena) == units_of(pair.ours.arena.layout, batch, tokens)
+        pair.ours.reset()
+        pair.theirs = DynamicCache(config=pair.model.config)
+        assert is_empty(pair.ours.arena)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next", "mamba2", "deepseek_v4"])
+def test_histories_of_states(family: str) -> None:
+    """transformers only reorders these, which also repeats and leaves out sequences."""
+    chance = random.Random(family)  # noqa: S311 - no secrets
+    torch.manual_seed(1)
+    pair = Pair(family)
+    pair.step(to_current(torch.randint(1, 64, (3, 21))))
+    for new in (1, 1, 7, 1, 18, 1):
+        order = to_current(torch.tensor([chance.randrange(3) for _ in range(3)]))
+        pair.call_both("reorder_cache", order)
+        pair.step(to_current(torch.randint(1, 64, (3, new))))
+    ours = pair.ours
+    ours.batch_repeat_interleave(2)
+    pair.theirs.reorder_cache(to_current(torch.tensor([0, 0, 1, 1, 2, 2])))
+    for new in (1, 5, 1):
+        pair.step(to_current(torch.randint(1, 64, (6, new))))
+    ours.batch_select_indices(to_current(torch.tensor([5, 0])))
+    pair.theirs.reorder_cache(to_current(torch.tensor([5, 0])))
+    for new in (1, 5, 1):
+        pair.step(to_current(torch.randint(1, 64, (2, new))))
+    assert in_use(ours.arena) == units_of(ours.arena.layout, 2, 21 + 29 + 14)
+    ours.close()
+    assert is_empty(ours.arena)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_prompt_that_does_not_fit_takes_nothing(family: str) -> None:
+    cache = an_arena_cache(family, arena_bytes=2 << 20)
+    inputs = prompts(200)
+    with pytest.raises(
+        OutOfMemoryError, match=r"200 sequences of 0 tokens with 41 more each do not fit: they need \d+ "
+    ):
+        generated(family, inputs, cache)
+    assert is_empty(cache.arena)
+    assert_same(generated(family, prompts(1), cache), generated(family, prompts(1)))
+
+
+@pytest.mark.parametrize("new", [1, 6])
+@pytest.mark.parametrize("family", SOME)
+def test_tokens_that_do_not_fit_change_nothing(family: str, new: int) -> None:
+    """Somebody else fills the arena: a forward pass fails before it has changed anything, and runs later."""
+    pair = Pair(family)
+    arena = pair.ours.arena
+    pair.step(to_current(torch.randint(1, 64, (2, 40), generator=torch.Generator().manual_seed(3))))
+    before = in_use(arena)
+    name = arena.layout.groups[0].name
+    filled = some(arena.alloc({name: arena.group_stats(name)["available"]}))[name]
+    # Units that are ready in slabs of other groups.
+    others: dict[str, list[Any]] = {}
+    for group in arena.layout.groups:
+        left = arena.group_stats(group.name)["available"]
+        others[group.name] = (
+            [] if group.kind == "state" else some(arena.alloc({group.name: left}))[group.name]
+        )
+    held = in_use(arena)
+    tokens = to_current(torch.full((2, new), 5))
+    for _ in range(2):
+        with pytest.raises(OutOfMemoryError, match=r"2 sequences of 40 tokens with \d more each"):
+            pair.step(tokens)
+        assert in_use(arena) == held
+    arena.free(name, filled)
+    for other, units in others.items():
+        arena.free(other, units)
+    assert in_use(arena) == before
+    pair.step(tokens)
+
+
+def test_caches_share_an_arena() -> None:
+    first = an_arena_cache("gpt_oss")
+    second = ArenaCache(a_model("gpt_oss"), arena=first.arena)
+    wanted = generated("gpt_oss", prompts())
+    assert_same(generated("gpt_oss", prompts(), first), wanted)
+    assert_same(generated("gpt_oss", prompts(), second), wanted)
+    assert in_use(first.arena) == units_of(first.arena.layout, 4, PROMPT + 7)
+    first.close()
+    assert second.arena.layout.page_size == PAGE
+    assert in_use(second.arena) == units_of(second.arena.layout, 2, PROMPT + 7)
+    second.close()
+    assert is_empty(second.arena)
+
+
+def test_threads_share_an_arena() -> None:
+    wanted = generated("qwen3_next", prompts())
+    arena = an_arena_cache("qwen3_next").arena
+    wrong: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with ArenaCache(a_model("qwen3_next"), arena=arena) as cache:
+                for _ in range(2):
+                    model = a_model("qwen3_next")
+                    found = model.generate(
+                        **prompts(), max_new_tokens=8, do_sample=False, **{cache_argument(model): cache}
+                    )
+                    assert torch.equal(found, wanted.sequences)
+                    cache.reset()
+        except BaseException as error:  # noqa: BLE001 - shown by the test
+            wrong.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert is_empty(arena)
+
+
+def test_a_dropped_cache_frees_its_units() -> None:
+    cache = an_arena_cache("falcon_h1")
+    arena = cache.arena
+    generated("falcon_h1", prompts(), cache)
+    del cache
+    gc.collect()
+    assert is_empty(arena)
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "gemma3n_text", "gemma4_text"])
+def test_the_layout_of_a_configuration_is_the_same(family: str) -> None:
+    """Where transformers keeps what engines keep."""
+    config = json.loads(a_model(family).config.to_json_string(use_diff=False))
+    wanted = layout_of(parse_model(config), page_size=PAGE, dtype="float32")
+    found = an_arena_cache(family).arena.layout
+    assert {group.name: group for group in found.groups} == {group.name: group for group in wanted.groups}
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "falcon_h1"])
+def test_what_transformers_keeps_otherwise(family: str) -> None:
+    """K before V in recurrent states of GDN, and convolutions with an input more."""
+    config = json.loads(a_model(family).config.to_json_string(use_diff=False))
+    planes = [
+        {
+            plane.name: plane.shape
+            for group in layout.groups
+            if group.kind == "state"
+            for plane in group.planes
+        }
+        for layout in (
+            layout_of(parse_model(config), page_size=PAGE, dtype="float32"),
+            an_arena_cache(family).arena.layout,
+        )
+    ]
+    engines, kept = planes
+    assert kept["conv"] == (engines["conv"][0], engines["conv"][1] + 1)
+    heads, v_dim, k_dim = engines["recurrent"]
+    assert kept["recurrent"] == ((heads, k_dim, v_dim) if family == "qwen3_next" else (heads, v_dim, k_dim))
+
+
+# Refusals
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair("llama")
+
+
+def keys(batch: int, new: int, elements: int = 24) -> torch.Tensor:
+    found: torch.Tensor = to_current(torch.randn(batch, 2, new, elements))
+    return found
+
+
+def write(cache: ArenaCache, batch: int, new: int, layers: Sequence[int] = range(4)) -> None:
+    for layer in layers:
+        cache.update(keys(batch, new), keys(batch, new), layer)
+
+
+def test_refuses_and_changes_nothing(pair: Pair) -> None:
+    cache = pair.ours
+    write(cache, 2, 3)
+    before = in_use(cache.arena)
+    with pytest.raises(StateError, match="the batch has 3 sequences, the cache 2"):
+        cache.update(keys(3, 1), keys(3, 1), 0)
+    with pytest.raises(ArgumentError, match="another model"):
+        cache.update(keys(2, 1, 8), keys(2, 1, 8), 0)
+    with pytest.raises(ArgumentError, match="no gradients"):
+        cache.update(keys(2, 1).requires_grad_(), keys(2, 1), 0)
+    for indices in ([0, 2], [-1], []):
+        with pytest.raises(IndexError):
+            cache.reorder_cache(to_current(torch.tensor(indices)))
+    with pytest.raises(OutOfMemoryError, match="more do not fit"):
+        cache.batch_repeat_interleave(100_000)
+    with pytest.raises(ConfigError, match="is not copied"):
+        copy.deepcopy(cache)
+    with pytest.raises(ConfigError, match="takes no tokens back"):
+        cache.crop(-1)
+    cache.crop(0)
+    assert in_use(cache.arena) == before
+    write(cache, 2, 1)
+    assert cache.get_seq_length() == 4
+
+
+def test_a_forward_pass_that_ends_early(pair: Pair) -> None:
+    cache = pair.ours
+    write(cache, 2, 3)
+    write(cache, 2, 1, [0])
+    with pytest.raises(StaleBufferError, match="ended before 6 of 8 writes"):
+        write(cache, 2, 1, [0])
+    with pytest.raises(StaleBufferError, match="ended before 6 of 8 writes"):
+        cache.reorder_cache(to_current(torch.tensor([1, 0])))
+    with pytest.raises(StaleBufferError, match="layer 1 with 3 tokens gets 2 more, and another has 4"):
+        write(cache, 2, 2, [1])
+    cache.reset()
+    assert is_empty(cache.arena)
+    write(cache, 1, 2)
+
+
+def test_a_closed_cache_refuses_writes(pair: Pair) -> None:
+    cache = pair.ours
+    write(cache, 1, 3)
+    for _ in range(2):
+        cache.close()
+    assert cache.closed
+    assert is_empty(cache.arena)
+    with pytest.raises(StaleBufferError, match="closed"):
+        write(cache, 1, 1)
+    cache.reorder_cache(to_current(torch.tensor([0])))  # of no sequence
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_no_tokens_are_taken_back(family: str) -> None:
+    cache = an_arena_cache(family)
+    with pytest.raises(ConfigError, match="takes no tokens back"):
+        generated(family, prompts(1), cache, prompt_lookup_num_tokens=2, output_logits=False)
+    assert is_empty(cache.arena)
+
+
+def test_arenas_that_do_not_serve() -> None:
+    model = a_model("llama")
+    with pytest.raises(ArgumentError, match="either arena_bytes or the arena"):
+        ArenaCache(model)
+    arena = an_arena_cache("gpt_oss").arena
+    with pytest.raises(ArgumentError, match="either arena_bytes or the arena"):
+        ArenaCache(model, 1 << 20, arena=arena)
+    with pytest.raises(ConfigError, match=r"not of this model's layout: .*gpt_oss"):
+        ArenaCache(model, arena=arena)
+    with pytest.raises(ConfigError, match="too small"):
+        ArenaCache(model, 1 << 10)
+
+
+MORE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "several convolutions": ("inkling_text", COMMON, "inkling_text: layer 0 has 4 convolutions"),
+    "a state elsewhere": (
+        "recurrent_gemma",
+        {**MORE, "intermediate_size": 64, "lru_width": 64},
+        "recurrent_gemma: layer 0 passes no inputs of a convolution",
+    ),
+    "a cache of its own": ("xlstm", COMMON, "xlstm keeps 'rnn_state' in a cache of its own class"),
+    "two updates": ("dory", COMMON, "dory: layer 0 passes keys and values to the cache 2 times"),
+}
+
+
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_models_without_a_place(what: str) -> None:
+    family, values, words = UNSUPPORTED[what]
+    model = make(AutoConfig.for_model(family, **values)).eval().to(devices.current())
+    with pytest.raises(ConfigError, match=words):
+        ArenaCache(model, 1 << 20)
+
+
+def test_an_encoder_has_no_place() -> None:
+    config = T5Config(vocab_size=64, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    make_both: Any = AutoModelForSeq2SeqLM.from_config
+    with pytest.raises(ConfigError, match="t5 has an encoder"):
+        ArenaCache(make_both(config).eval().to(devices.current()), 1 << 20)
