@@ -9,14 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from transformers.cache_utils import (
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import cache_utils
 
 from kvpool._kvpool import CacheLayout, Group, Plane
 from kvpool.errors import ConfigError
@@ -30,14 +23,18 @@ if TYPE_CHECKING:
 
 __all__ = ["kept_layout"]
 
-_SERVED = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    DynamicIndexedLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
+# Not all of them are in all versions.
+_SERVED = [
+    getattr(cache_utils, name, None)
+    for name in (
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "DynamicIndexedLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+    )
+]
 
 # Kind, tokens, stride and planes: what layers of a group have in common.
 _Form = tuple["GroupKind", "int | None", int, tuple[Plane, ...]]
