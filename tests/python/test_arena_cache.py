@@ -20,6 +20,7 @@ from devices import to_current
 from model_configs import COMMON, SMALL
 from tiny_models import make
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForSeq2SeqLM,
     DynamicCache,
@@ -142,6 +143,13 @@ def generated(
     return model.generate(**inputs, **{"do_sample": False, "max_new_tokens": 8, **outputs, **options})
 
 
+def needs_reordering(family: str) -> None:
+    """Skips where transformers' own cache reorders windows and no compressed entries: before 5.23."""
+    kinds = {type(layer) for layer in DynamicCache(config=a_model(family).config).layers}
+    if any("reorder_cache" not in vars(kind) for kind in kinds if kind.__name__ == "DeepseekV4HCACache"):
+        pytest.skip("this version of transformers reorders no compressed entries")
+
+
 def assert_same(found: Any, wanted: Any) -> None:  # noqa: ANN401
     assert torch.equal(found.sequences, wanted.sequences)
     for ours, theirs in zip(found.logits, wanted.logits, strict=True):
@@ -217,6 +225,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", SOME)
 def test_every_way_to_generate(family: str, way: str) -> None:
+    if "beams" in way:
+        needs_reordering(family)
     wanted = generated(family, prompts(), **WAYS[way])
     cache = an_arena_cache(family)
     for _ in range(2):
@@ -349,6 +359,7 @@ def test_histories_beside_the_dynamic_cache(family: str) -> None:
 @pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next", "zamba2", "deepseek_v4"])
 def test_histories_of_states(family: str) -> None:
     """transformers only reorders these, which also repeats and leaves out sequences."""
+    needs_reordering(family)
     chance = random.Random(family)  # noqa: S311 - no secrets
     torch.manual_seed(1)
     pair = Pair(family)
@@ -597,9 +608,13 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a state elsewhere": (
         "recurrent_gemma",
         {**MORE, "intermediate_size": 64, "lru_width": 64},
-        "recurrent_gemma: layer 0 passes no inputs of a convolution",
+        "recurrent_gemma: layer 0 (passes no inputs of a convolution|keeps nothing of three tokens)",
     ),
-    "a cache of its own": ("xlstm", COMMON, "xlstm keeps 'rnn_state' in a cache of its own class"),
+    "a cache of its own": (
+        "xlstm",
+        COMMON,
+        "xlstm (keeps 'rnn_state' in a cache of its own class|takes no cache)",
+    ),
     "two updates": ("dory", COMMON, "dory: layer 0 passes keys and values to the cache 2 times"),
 }
 
@@ -607,6 +622,8 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", UNSUPPORTED)
 def test_models_without_a_place(what: str) -> None:
     family, values, words = UNSUPPORTED[what]
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {family}")
     model = make(AutoConfig.for_model(family, **values)).eval().to(devices.current())
     with pytest.raises(ConfigError, match=words):
         ArenaCache(model, 1 << 20)

@@ -160,10 +160,14 @@ def _plane(name: str, states: torch.Tensor, tokens_dim: int) -> Plane:
 def _aliases(model: PreTrainedModel) -> dict[int, int]:
     """Return which layers attend to what another keeps: the last of their kind that keeps it."""
     config: Any = model.config.get_text_config(decoder=True)
-    modes = getattr(config, "kv_sharing_modes", None) or []
+    kinds = getattr(config, "layer_types", None) or []
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is None:  # in older versions a number of layers at the end
+        shared = getattr(config, "num_kv_shared_layers", None) or 0
+        modes = [None] * (len(kinds) - shared) + ["reuse"] * shared
     sources: dict[str, int] = {}
     aliases: dict[int, int] = {}
-    for number, (mode, kind) in enumerate(zip(modes, config.layer_types if modes else [], strict=True)):
+    for number, (mode, kind) in enumerate(zip(modes, kinds, strict=False)):
         if mode != "reuse":
             sources[kind] = number
         elif kind in sources:
