@@ -241,8 +241,23 @@ def test_every_way_to_generate(family: str, way: str) -> None:
 @pytest.mark.parametrize("family", ["gpt_oss", "falcon_h1", "deepseek_v4"])
 def test_pages_of_other_sizes(family: str, page_size: int) -> None:
     cache = an_arena_cache(family, page_size=page_size, arena_bytes=64 << 20)
-    assert_same(generated(family, prompts(), cache), generated(family, prompts()))
-    assert in_use(cache.arena) == units_of(cache.arena.layout, 2, PROMPT + 7)
+    options = {"max_new_tokens": 6}  # the last entries of DeepSeek V4 are not whole
+    assert_same(generated(family, prompts(), cache, **options), generated(family, prompts(), **options))
+    assert in_use(cache.arena) == units_of(cache.arena.layout, 2, PROMPT + 5)
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "falcon_h1", "qwen3_next"])
+def test_other_data_types_and_attention(family: str) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **values_of(family))
+    model = make(config, attn_implementation="sdpa").eval().to(devices.current(), torch.bfloat16)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, **prompts()}
+    with ArenaCache(model, 4 << 20, page_size=PAGE) as cache:
+        found = model.generate(**options, **{cache_argument(model): cache})
+        planes = {plane.name: plane for group in cache.arena.layout.groups for plane in group.planes}
+    assert torch.equal(found, model.generate(**options))
+    assert planes["k"].dtype == torch.bfloat16
+    assert "recurrent" not in planes or planes["recurrent"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", SOME)
@@ -579,6 +594,30 @@ def test_a_closed_cache_refuses_writes(pair: Pair) -> None:
     with pytest.raises(StaleBufferError, match="closed"):
         write(cache, 1, 1)
     cache.reorder_cache(to_current(torch.tensor([0])))  # of no sequence
+
+
+def test_states_of_another_model_and_gradients() -> None:
+    cache = an_arena_cache("qwen3_next")
+    conv, recurrent = (
+        next(plane.shape for plane in cache.arena.layout.groups[0].planes if plane.name == name)
+        for name in ("conv", "recurrent")
+    )
+    inputs = to_current(torch.randn(2, conv[0], 5))
+    with pytest.raises(ArgumentError, match="no gradients"):
+        cache.update_conv_state(inputs.clone().requires_grad_(), 0, conv_kernel_size=conv[1])
+    assert is_empty(cache.arena)
+    with pytest.raises(ArgumentError, match="another model"):
+        cache.update_conv_state(inputs[:, 1:], 0, conv_kernel_size=conv[1])
+    cache.reset()
+    cache.update_conv_state(inputs, 0, conv_kernel_size=conv[1])
+    with pytest.raises(ArgumentError, match="another model"):
+        cache.update_recurrent_state(to_current(torch.randn(2, *recurrent[1:])), 0)
+    cache.close()
+    with pytest.raises(StaleBufferError, match="closed"):
+        cache.update_conv_state(inputs, 0, conv_kernel_size=conv[1])
+    with pytest.raises(StaleBufferError, match="closed"):
+        cache.get_conv_state(0)
+    cache.reorder_cache(to_current(torch.tensor([0])))
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])

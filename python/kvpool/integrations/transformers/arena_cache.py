@@ -126,6 +126,11 @@ class ArenaCache(Cache, Closing):
 
     @override
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return what a layer asks for when a forward pass gets to it: the units of a token are taken.
+
+        Raises:
+            OutOfMemoryError: If there are not enough units. Nothing is changed.
+        """
         layer = self.layers[layer_idx]
         if isinstance(layer, StateLayer):
             layer.begin()
@@ -160,7 +165,7 @@ class ArenaCache(Cache, Closing):
         self._select([i for i in range(self._batch.n) for _ in range(repeats)])
 
     def _select(self, indices: list[int]) -> None:
-        layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        layers = [layer for layer in self.layers if isinstance(layer, StateLayer)] if self._batch.n else []
         for layer in layers:
             layer.store()
         self._batch.select(indices)

@@ -8,6 +8,9 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from typing_extensions import override
 
+from kvpool.errors import ArgumentError
+from kvpool.integrations.transformers.arena_units import refuse_gradients
+
 if TYPE_CHECKING:
     from kvpool.integrations.transformers.arena_units import Batch, Pages, States
 
@@ -95,6 +98,7 @@ class StateLayer(LinearAttentionLayer):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
+        refuse_gradients(conv_states)
         # `begin` has moved the length of a layer with a state already.
         self._extend(self._batch.base, conv_states.shape[-1], len(conv_states))
         found: torch.Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
@@ -115,9 +119,16 @@ class StateLayer(LinearAttentionLayer):
             self.conv_kernel_size[0] = conv_kernel_size or conv_states.shape[-1]
             self.conv_states[0] = self._read("conv")
             self.is_conv_states_initialized[0] = True
+            own, shape = self.conv_states[0], (*given.shape[:-1], self.conv_kernel_size[0])
         else:
             self.recurrent_states[0] = self._read("recurrent")
             self.is_recurrent_states_initialized[0] = True
+            own, shape = self.recurrent_states[0], (*given.shape,)
+        if own.shape != shape:
+            raise ArgumentError(
+                f"layer {self._number} has a state of the shape {shape}, the cache {(*own.shape,)}: it is of "
+                "another model"
+            )
 
     def _read(self, plane: str) -> torch.Tensor:
         """Return the states of all sequences, and note whether they are a copy."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvpool._kvpool import CacheArena, Group
 
-__all__ = ["Batch", "Pages", "States"]
+__all__ = ["Batch", "Pages", "States", "refuse_gradients"]
 
 PlaneOf = tuple[int, str]
 """A layer, and the name of a plane."""
@@ -44,13 +44,17 @@ class Pages:
         self._tables: dict[range, torch.Tensor] = {}
 
     def kept(self, length: int) -> range:
-        """Return the entries that are needed after `length` tokens."""
+        """Return the entries that are needed after `length` tokens, as far as they are whole."""
         first = 0 if self.group.tokens is None else max(0, length - self.group.tokens + 1)
         return range(first, length // self.group.stride)
 
+    def needed(self, length: int) -> range:
+        """Return the pages that are needed after `length` tokens: also for an entry that is not whole."""
+        return self._pages(range(self.kept(length).start, -(-length // self.group.stride)))
+
     def missing(self, length: int) -> list[int]:
         """Return the pages without units that `length` tokens need."""
-        return [page for page in self._pages(self.kept(length)) if page not in self.units]
+        return [page for page in self.needed(length) if page not in self.units]
 
     def add(self, length: int, n: int, taken: list[int]) -> None:
         """Give the pages that `length` tokens need their units."""
@@ -60,7 +64,7 @@ class Pages:
 
     def trim(self, length: int) -> None:
         """Free the pages that are not needed after `length` tokens."""
-        needed = self._pages(self.kept(length))
+        needed = self.needed(length)
         for page in [page for page in self.units if page not in needed]:
             self._arena.free(self.group.name, self.units.pop(page))
         self._tables.clear()
@@ -89,6 +93,7 @@ class Pages:
         return found[:, start : start + len(entries)]
 
     def _pages(self, entries: range) -> range:
+        """Return the pages that have entries."""
         return range(entries.start // self._entries, -(-entries.stop // self._entries) if entries else 0)
 
     def _indices(self, pages: range, like: torch.Tensor) -> torch.Tensor:
@@ -147,7 +152,7 @@ class States:
         ]
 
     def read(self, layer: int, plane: str) -> tuple[torch.Tensor, bool]:
-        """Return the states of all sequences; a view if their units are equally far apart, else False."""
+        """Return the states of all sequences, and whether it is a view, as of units equally far apart."""
         units, buffer = self.units_of(layer), self.buffers[layer, plane]
         step = units[1] - units[0] if len(units) > 1 else 1
         if step > 0 and units == [*range(units[0], units[-1] + 1, step)]:
@@ -263,10 +268,7 @@ class Batch:
                 f"layer {plane[0]} has {plane[1]} of the shape {shape}, the cache "
                 f"{[*pages.buffers[plane].shape[2:]]}: it is of another model"
             )
-        if torch.is_grad_enabled() and states.requires_grad:
-            raise ArgumentError(
-                "an arena keeps no gradients: generate() has none, otherwise use torch.no_grad()"
-            )
+        refuse_gradients(states)
         length = pages.lengths[plane]
         if length != self.length and length + new != self.length:
             raise StaleError(
@@ -305,6 +307,12 @@ class Batch:
         """Free all units, and refuse to take others."""
         self.closed = True
         self.release()
+
+
+def refuse_gradients(states: torch.Tensor) -> None:
+    """Refuse what would make the memory of the arena a part of a graph."""
+    if torch.is_grad_enabled() and states.requires_grad:
+        raise ArgumentError("an arena keeps no gradients: generate() has none, otherwise use torch.no_grad()")
 
 
 def _buffers(arena: CacheArena, group: Group) -> dict[PlaneOf, torch.Tensor]:
