@@ -654,6 +654,11 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
         COMMON,
         "xlstm (keeps 'rnn_state' in a cache of its own class|takes no cache)",
     ),
+    "few inputs": (
+        "zaya",
+        {**COMMON, "num_experts_per_tok": 1},
+        r"zaya: layer 0 passes \d inputs of its convolution to the cache for \d tokens",
+    ),
     "two updates": ("dory", COMMON, "dory: layer 0 passes keys and values to the cache 2 times"),
 }
 

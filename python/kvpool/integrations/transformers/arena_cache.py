@@ -47,7 +47,7 @@ class ArenaCache(Cache, Closing):
     one arena may be used from several.
 
     Args:
-        model: A causal language model, in evaluation mode. Three tokens are run through it to find its
+        model: A causal language model, in evaluation mode. A few tokens are run through it to find its
             layout; it is not changed.
         arena_bytes: Bytes of an arena of the cache's own.
         arena: An arena of the same layout, in place of `arena_bytes`: that of another cache, say.

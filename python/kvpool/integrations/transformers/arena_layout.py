@@ -1,4 +1,4 @@
-"""The layout of what `transformers` keeps for a model: of `DynamicCache` after three tokens.
+"""The layout of what `transformers` keeps for a model: of `DynamicCache` after a few tokens.
 
 It differs from that of engines (`kvpool.models`): K comes before V in recurrent states, convolutions have one
 input more, index keys have the model's data type, and a chunk is kept as a window. Masks begin their chunks
@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from transformers import cache_utils
+from typing_extensions import override
 
 from kvpool._kvpool import CacheLayout, Group, Plane
 from kvpool.errors import ConfigError
-from kvpool.integrations.transformers.layout import RecordingCache, name_of, run_tokens
+from kvpool.integrations.transformers.layout import RecordingCache, call, name_of, run_tokens, some_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,7 @@ def kept_layout(model: PreTrainedModel, page_size: int) -> CacheLayout:
     """Return the layout of what a model keeps.
 
     Args:
-        model: A causal language model, in evaluation mode. Three tokens are run through it.
+        model: A causal language model, in evaluation mode. A few tokens are run through it.
         page_size: Tokens of a page.
 
     Raises:
@@ -53,7 +54,7 @@ def kept_layout(model: PreTrainedModel, page_size: int) -> CacheLayout:
     """
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{name_of(model)} has an encoder, whose output is not a part of a layout")
-    cache = RecordingCache(model)
+    cache = _Probe(model)
     layers = len(cache.layers)
     run_tokens(model, cache)
     if len(cache.layers) > layers:
@@ -67,6 +68,9 @@ def kept_layout(model: PreTrainedModel, page_size: int) -> CacheLayout:
             found.setdefault(form, []).append(number)
     if not found:
         raise ConfigError(f"{name_of(model)} keeps nothing in the cache of transformers")
+    kernels = [plane.shape[-1] for *_, planes in found for plane in planes if plane.name == "conv"]
+    if kernels:
+        _check_inputs(model, max(kernels) + 2)
     aliases = _aliases(model)
     groups: list[Group] = []
     for (kind, tokens, stride, planes), numbers in found.items():
@@ -85,6 +89,34 @@ def kept_layout(model: PreTrainedModel, page_size: int) -> CacheLayout:
             )
         )
     return CacheLayout(groups, page_size=page_size, model=name_of(model))
+
+
+class _Probe(RecordingCache):
+    """A cache that also records how many inputs a layer passes to it for a convolution."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.inputs: dict[int, int] = {}
+
+    @override
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        self.inputs[layer_idx] = conv_states.shape[-1]
+        found: torch.Tensor = super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+        return found
+
+
+def _check_inputs(model: PreTrainedModel, tokens: int) -> None:
+    """Check that layers pass the inputs of all tokens to the cache: it counts them there."""
+    cache = _Probe(model)
+    call(model, some_tokens(model, 1, tokens), cache)
+    for number, inputs in cache.inputs.items():
+        if inputs != tokens:
+            raise ConfigError(
+                f"{name_of(model)}: layer {number} passes {inputs} inputs of its convolution to the cache "
+                f"for {tokens} tokens; it must pass all, by which a cache counts tokens"
+            )
 
 
 def _forms(model: PreTrainedModel, cache: RecordingCache, number: int) -> list[_Form]:
