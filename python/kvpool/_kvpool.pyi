@@ -3102,7 +3102,7 @@ class CacheLayout:
             granularity: What the bytes of a slab are a multiple of.
 
         Raises:
-            ConfigError: If the arena has no room for three slabs in which every group has a unit.
+            ConfigError: If the arena has no room for a unit of every group at once, and a slab of padding.
         """
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     def __eq__(self, other: object, /) -> bool: ...

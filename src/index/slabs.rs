@@ -265,8 +265,9 @@ impl Slabs {
         });
         let capacity = self.capacity() * widen(self.groups[group].units.units);
         let bad = on_bad_frees(bad, on_bad, "unit", units.len(), capacity)?;
-        for &unit in &valid {
-            self.give_back(group, unit);
+        let numbers = self.groups[group].units.numbers;
+        for freed in valid.chunk_by(|one, other| one / numbers == other / numbers) {
+            self.give_back(group, freed);
         }
         self.groups[group].counts.dropped_frees += bad.dropped();
         Ok(bad)
@@ -291,21 +292,24 @@ impl Slabs {
         }
     }
 
-    /// Frees a live unit.
-    fn give_back(&mut self, group: usize, unit: u32) {
+    /// Frees live units of one slab.
+    fn give_back(&mut self, group: usize, freed: &[u32]) {
         let SlabGroupState { units, counts, partial } = &mut self.groups[group];
-        let (number, place) = (unit / units.numbers, unit % units.numbers);
+        let number = freed[0] / units.numbers;
         let slab = &mut self.all[widen(number)];
         let free = units.units - slab.live;
-        slab.used[widen(place / WORD)] &= !(1 << (place % WORD));
-        slab.live -= 1;
-        counts.in_use -= 1;
-        counts.ready += 1;
+        for unit in freed {
+            let place = unit % units.numbers;
+            slab.used[widen(place / WORD)] &= !(1 << (place % WORD));
+        }
+        slab.live -= narrow(freed.len());
+        counts.in_use -= freed.len();
+        counts.ready += freed.len();
         if free > 0 {
             partial.remove(&(free, number));
         }
         if slab.live > 0 {
-            partial.insert((free + 1, number));
+            partial.insert((units.units - slab.live, number));
             return;
         }
         slab.group = None;

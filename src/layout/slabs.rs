@@ -95,6 +95,8 @@ struct UnitShape {
     may_pad: bool,
     side_by_side: Option<usize>,
     by_layer: bool,
+    /// The numbers of one unit of the group: more than one, if each layer has its own.
+    of_unit: usize,
 }
 
 impl UnitShape {
@@ -104,12 +106,20 @@ impl UnitShape {
         let planes = || group.planes().iter().map(|plane| entries * plane.entry_bytes());
         let is_state = group.kind() == GroupKind::State;
         let by_layer = by_layer && is_state;
-        let layers = if by_layer { 1 } else { group.layers().len() };
+        let (layers, of_unit) = if by_layer { (1, group.layers().len()) } else { (group.layers().len(), 1) };
         let first = entries * group.planes()[0].entry_bytes();
         if planes().all(|bytes| bytes == first) {
             let runs = layers * group.planes().len();
             let may_pad = is_state || group.planes().len() == 1;
-            return Self { runs, bytes: first, least_step: first, may_pad, side_by_side: None, by_layer };
+            return Self {
+                runs,
+                bytes: first,
+                least_step: first,
+                may_pad,
+                side_by_side: None,
+                by_layer,
+                of_unit,
+            };
         }
         Self {
             runs: layers,
@@ -118,6 +128,7 @@ impl UnitShape {
             may_pad: true,
             side_by_side: Some(alignment),
             by_layer,
+            of_unit,
         }
     }
 
@@ -172,12 +183,17 @@ impl Search<'_> {
             // The padding slab, and half a slab for each group: larger slabs may cost more than the best does.
             let of_slabs = ratio((2 + self.shapes.len()) * slab_bytes, 2 * self.arena_bytes);
             let is_beaten = self.best.as_ref().is_some_and(|(cost, _)| *cost <= of_slabs);
-            if slab_bytes > MOST_SLAB || slabs < 3 || is_beaten {
+            if slab_bytes > MOST_SLAB || slabs <= self.shapes.len() || is_beaten {
                 return;
             }
             let groups: Option<Vec<_>> =
                 self.shapes.iter().map(|shape| shape.within(slab_bytes, step(shape, slab_bytes)?)).collect();
             let Some(groups) = groups else { continue };
+            // Beside the padding slab, those of a request that has one unit of each group.
+            let of_request = |(shape, group): (&UnitShape, &SlabGroup)| shape.of_unit.div_ceil(group.units);
+            if self.shapes.iter().zip(&groups).map(of_request).sum::<usize>() >= slabs {
+                continue;
+            }
             let found = SlabLayout { arena_bytes: self.arena_bytes, slab_bytes, slabs, groups };
             let lost = found.lost();
             let cost = lost + of_slabs + TOO_MUCH * (lost - MOST_LOST).max(0.0);
@@ -196,8 +212,8 @@ fn too_small_error(layout: &CacheLayout, arena_bytes: usize) -> Error {
     };
     let units: Vec<_> = layout.groups().iter().map(unit).collect();
     Error::config(format!(
-        "an arena of {arena_bytes} bytes is too small for three slabs of one size that have units of every group: \
-         their bytes are {}",
+        "an arena of {arena_bytes} bytes is too small for slabs of one size in which one request has a unit of every \
+         group, beside a slab of padding: the bytes of units are {}",
         units.join(", ")
     ))
 }
@@ -245,6 +261,10 @@ const GOOD: f64 = 0.03;
 const MOST_SLAB: usize = 1 << 30;
 const MOST_TRIED: usize = 1 << 20;
 
+/// The number of slabs above which smaller ones gain nothing, up to slabs of 16 MiB: each takes memory of the host.
+const MOST_SLABS: usize = 1 << 16;
+const LEAST_SLAB: usize = 16 << 20;
+
 impl SlabLayout {
     /// Chooses the size of a slab, and how each group lies in it, for an arena of `arena_bytes`.
     ///
@@ -254,8 +274,8 @@ impl SlabLayout {
     /// slab, unless they are of several planes with a run each, as K and V: kernels take no space between their pages.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if the arena has no room for three slabs in which every
-    /// group has a unit, or a unit's number is beyond int32.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if the arena has no room for a unit of every group at once
+    /// and the padding slab, or a unit's number is beyond int32.
     pub fn choose(layout: &CacheLayout, arena_bytes: usize, options: SlabOptions) -> Result<Self> {
         let whole = Self::cheapest(layout, arena_bytes, options, false);
         if let Some((cost, slabs)) = &whole
@@ -286,8 +306,10 @@ impl SlabLayout {
         };
         let mut search = Search { arena_bytes, shapes: &shapes, best: None };
         let steps: Vec<_> = shapes.iter().map(|shape| shape.least_step).collect();
+        let smallest = (arena_bytes / MOST_SLABS).min(LEAST_SLAB);
         if let Some(least) = multiple_of(&steps) {
-            search.try_all((1..=MOST_TRIED).map(|times| least * times), |shape, _| Some(shape.least_step));
+            let sizes = (smallest / least + 1..).take(MOST_TRIED).map(|times| least * times);
+            search.try_all(sizes, |shape, _| Some(shape.least_step));
         }
         // With padding: sizes with many divisors, in which a unit or a slab of up to two groups is exact.
         let fixed: Vec<_> =
@@ -304,6 +326,7 @@ impl SlabLayout {
         bases.dedup();
         for least in bases {
             let sizes = smooth_numbers(MOST_SLAB / least).into_iter().map(|times| least * times);
+            let sizes = sizes.filter(|size| *size > smallest);
             search.try_all(sizes, |shape, slab| shape.step_of(slab, options.alignment));
         }
         search.best

@@ -309,7 +309,7 @@ impl CacheLayout {
     ///     granularity: What the bytes of a slab are a multiple of.
     ///
     /// Raises:
-    ///     ConfigError: If the arena has no room for three slabs in which every group has a unit.
+    ///     ConfigError: If the arena has no room for a unit of every group at once, and a slab of padding.
     #[pyo3(signature = (arena_bytes, *, granularity=Arg::Missing),
            text_signature = "($self, arena_bytes, *, granularity=1)")]
     fn slabs(&self, arena_bytes: &Bound<'_, PyAny>, granularity: Arg<'_>) -> PyResult<SlabLayout> {

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import CacheLayout, ConfigError, GDNPool, Group, KVPool, Plane
+from kvpool import CacheArena, CacheLayout, ConfigError, GDNPool, Group, KVPool, Plane
 
 MIB = 1 << 20
 
@@ -267,7 +267,7 @@ def test_slabs_are_multiples_of_the_granularity() -> None:
     assert slabs.slab_bytes % (2 * MIB) == 0
 
 
-def test_an_arena_has_room_for_three_slabs() -> None:
+def test_an_arena_has_room_for_a_unit_of_each_group() -> None:
     with pytest.raises(ConfigError, match=r"30000 bytes is too small.*window 32768, chunk 16384, state 4096"):
         hybrid().slabs(30_000)
 
@@ -283,3 +283,15 @@ def test_a_group_is_named() -> None:
     for ask in (slabs.units, slabs.unit_step, slabs.by_layer, slabs.held_bytes):
         with pytest.raises(ConfigError, match='no group "latent"'):
             ask("latent")
+
+
+@pytest.mark.parametrize("arena_bytes", [1 << 17, 1 << 18, 1 << 20, 1 << 24, 1 << 30])
+def test_a_request_fits_every_arena(arena_bytes: int) -> None:
+    layout = CacheLayout([*hybrid().groups, Group("more", "state", range(6, 20), kv(8))])
+    try:
+        arena = CacheArena(layout, arena_bytes, "cpu")
+    except ConfigError:
+        assert arena_bytes < 3 * layout.request_bytes(1)
+        return
+    assert arena.fits(layout.request_units(1))
+    assert arena.slabs.num_slabs <= 1 << 17
