@@ -34,8 +34,8 @@ def main() -> None:
         assert taken is not None, "short of memory: all groups or none"
         # A unit that had another owner is not zeroed.
         arena.buffer("state", "recurrent", 0)[taken["state"]] = 0
-        last = taken["full"][tokens // PAGE]
-        arena.buffer("full", "k", 5)[last, tokens % PAGE] = torch.ones(2, 64)
+        page, place = divmod(tokens - 1, PAGE)
+        arena.buffer("full", "k", 5)[taken["full"][page], place] = torch.ones(2, 64)
         print(f"{tokens} tokens hold {units}, {layout.request_bytes(tokens):,} bytes")
     print({group.name: arena.group_stats(group.name)["slabs"] for group in layout.groups}, "slabs in use")
     arena.clear()

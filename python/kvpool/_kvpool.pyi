@@ -3019,7 +3019,7 @@ class Group:
         sinks: SupportsIndex = 0,
         stride: SupportsIndex = 1,
         aliases: dict[int, int] | None = None,
-        share: tuple[int, int] = (0, 1),
+        share: tuple[SupportsIndex, SupportsIndex] = (0, 1),
     ) -> Self: ...
     @property
     def name(self) -> str:
@@ -3082,8 +3082,8 @@ class CacheLayout:
         """The groups."""
     @property
     def fingerprint(self) -> str:
-        """Digest of everything that the bytes depend on, as 64 hexadecimal digits: BLAKE3. Pools, tiers and peers with the
-        same can exchange bytes.
+        """Digest of all of the layout, as 64 hexadecimal digits: BLAKE3. Pools, tiers and peers with the same can exchange
+        bytes, if `model` tells the model from others of its shape.
         """
     def difference(self, other: CacheLayout) -> str | None:
         """Returns the first difference to another layout, in words, or None if the fingerprints are equal."""
@@ -3158,7 +3158,8 @@ class CacheArena(Pool):
 
     The region is cut into slabs of equal size. A slab belongs to one group while a unit in it is in use, then to whoever
     needs it. Units never move. Every plane of every layer is one tensor over the whole region, in which a unit has the
-    same number in all layers: kernels see a large page table with gaps in its numbers. Tensors of different groups
+    same number in all layers, unless it is a state that is placed layer by layer (`slabs.by_layer`), which has a number
+    for each: kernels see a large page table with gaps in its numbers. Tensors of different groups
     overlap as descriptions, never in units that are in use. The first slab is padding: unit 0 of every group is in it,
     and padded tokens may be written there.
 
@@ -3231,7 +3232,8 @@ class CacheArena(Pool):
 
         Args:
             group: Name of the group.
-            units: Their numbers: ints, or a tensor or array of them, of any shape, whose values are on the host.
+            units: Their numbers: ints, a tensor or array of them, of any shape, whose values are on the host, or what
+                `alloc` gave for the group.
 
         Raises:
             ArgumentError: If there is no such group.
@@ -3248,7 +3250,8 @@ class CacheArena(Pool):
             layer: Layer of the model; an alias gives the entries that it reads.
 
         Returns:
-            `[units, entries, *shape]`, or `[units, *shape]` for states. Dimension 0 is indexed by the numbers of units; its
+            `[units, entries, *shape]`, or `[units, *shape]` for states; one tensor for all layers of a state that is placed
+            layer by layer. Dimension 0 is indexed by the numbers of units; its
             stride is the bytes of a unit, larger where planes lie side by side. Units of other groups are in it too: do
             not write where this group has none.
 

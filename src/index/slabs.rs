@@ -169,7 +169,7 @@ impl Slabs {
     /// Returns how many empty slabs are kept for a group that takes `more` of them.
     fn kept(&self, group: usize, more: usize) -> usize {
         let state = &self.groups[group];
-        widen(state.units.floor).saturating_sub(state.counts.slabs + more)
+        widen(state.units.floor).saturating_sub(state.counts.slabs.saturating_add(more))
     }
 
     /// Returns the number of empty slabs that are missing for these numbers of units, one number a group.
@@ -179,11 +179,11 @@ impl Slabs {
         for (group, state) in self.groups.iter().enumerate() {
             let count = wanted.get(group).copied().unwrap_or(0);
             let more = count.saturating_sub(state.counts.ready).div_ceil(widen(state.units.units));
-            needed += more;
+            needed = more.saturating_add(needed);
             kept += self.kept(group, more);
         }
         // What fits the slabs that the groups have may always be taken.
-        if needed == 0 { 0 } else { (needed + kept).saturating_sub(self.empty.len()) }
+        if needed == 0 { 0 } else { needed.saturating_add(kept).saturating_sub(self.empty.len()) }
     }
 
     /// Takes as many units of each group as `wanted` says, those of the fullest slabs first. Returns `None` and
@@ -196,6 +196,7 @@ impl Slabs {
     /// # Panics
     /// If `wanted` has a number for a group that does not exist.
     pub fn alloc(&mut self, wanted: &[usize]) -> Result<Option<Vec<Vec<u32>>>> {
+        assert!(wanted.len() <= self.groups.len(), "{} of {} groups", wanted.len(), self.groups.len());
         if self.missing(wanted) > 0 {
             return Ok(None);
         }

@@ -185,6 +185,8 @@ pub struct Group {
     /// Tokens that an entry stands for; of no meaning to a state.
     stride: usize,
     share: Share,
+    /// Bytes of an entry in one layer, of all planes.
+    entry_bytes: usize,
 }
 
 impl Group {
@@ -192,7 +194,8 @@ impl Group {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for an invalid or repeated name, no layer or no
-    /// plane, layers that do not ascend, and windows or chunks of no token.
+    /// plane, layers that do not ascend, entries of more bytes than an address can name, and windows or chunks of no
+    /// token.
     pub fn new(name: &str, kind: GroupKind, layers: &[usize], planes: Vec<Plane>) -> Result<Self> {
         check_name("a group", name)?;
         if layers.is_empty() || planes.is_empty() {
@@ -211,6 +214,10 @@ impl Group {
         if let GroupKind::Window { tokens: 0, .. } | GroupKind::Chunk { tokens: 0, .. } = kind {
             return Err(Error::config(format!("group {name} has a {} of 0 tokens", kind.name())));
         }
+        let entry_bytes = planes.iter().try_fold(0usize, |sum, plane| sum.checked_add(plane.entry_bytes()));
+        let entry_bytes = entry_bytes.filter(|bytes| i64::try_from(*bytes).is_ok()).ok_or_else(|| {
+            Error::config(format!("an entry of group {name} has more bytes than an address can name"))
+        })?;
         Ok(Self {
             name: name.to_owned(),
             kind,
@@ -219,6 +226,7 @@ impl Group {
             planes,
             stride: 1,
             share: Share::WHOLE,
+            entry_bytes,
         })
     }
 
@@ -325,11 +333,10 @@ impl Group {
         self.layers.binary_search(&layer).ok()
     }
 
-    /// Returns the bytes of an entry in one layer, all planes together. Layers and planes are checked not to
-    /// overflow by [`CacheLayout::new`].
+    /// Returns the bytes of an entry in one layer, all planes together.
     #[must_use]
-    pub fn entry_bytes(&self) -> usize {
-        self.planes.iter().map(Plane::entry_bytes).sum()
+    pub const fn entry_bytes(&self) -> usize {
+        self.entry_bytes
     }
 
     /// Returns the number of tokens of a unit where a page has `page_size`: at least one entry's; `None` for
@@ -479,7 +486,8 @@ impl CacheLayout {
         first.into_iter().chain(self.groups.iter().map(Group::description)).collect()
     }
 
-    /// Returns a digest of [`Self::descriptions`]: layouts with the same have bytes that can be exchanged.
+    /// Returns a digest of [`Self::descriptions`]. Layouts with the same have bytes that can be exchanged, if the model's
+    /// name tells it from others of its shape.
     #[must_use]
     pub fn fingerprint(&self, digest: fn(&[&[u8]]) -> [u8; 32]) -> [u8; 32] {
         let text = self.descriptions().join("\n");

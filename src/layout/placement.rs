@@ -131,6 +131,13 @@ impl GroupPlacement {
     /// different bytes where they must be equal.
     pub fn new(group: &Group, units: usize, order: PlaneOrder) -> Result<Self> {
         let (planes, layers) = (group.planes(), group.layers().len());
+        let alignments = match order {
+            PlaneOrder::PlaneByPlane { plane, layer } => [plane, layer],
+            PlaneOrder::LayerByLayer { alignment, page_size } => [alignment, page_size],
+        };
+        if alignments.contains(&0) {
+            return Err(Error::config(format!("{order:?} has a multiple of 0")));
+        }
         match order {
             PlaneOrder::PlaneByPlane { plane, layer } => {
                 Self::plane_by_plane(planes, layers, units, plane, layer)
@@ -170,13 +177,12 @@ impl GroupPlacement {
         alignment: usize,
     ) -> Result<Self> {
         let unit_bytes = planes[0].entry_bytes();
-        if let Some(other) = planes.iter().find(|plane| plane.shape() != planes[0].shape()) {
+        if let Some(other) = planes.iter().find(|plane| plane.entry_bytes() != unit_bytes) {
             return Err(Error::config(format!(
-                "fused buffers have rows of one shape, but those of {} are {:?} and those of {} {:?}",
+                "planes that lie layer by layer have entries of equal bytes, not {unit_bytes} ({}) and {} ({})",
                 planes[0].name(),
-                planes[0].shape(),
-                other.name(),
-                other.shape()
+                other.entry_bytes(),
+                other.name()
             )));
         }
         let run = bytes_of("one buffer", &[units, unit_bytes], DType::U8)?;

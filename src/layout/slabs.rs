@@ -144,7 +144,7 @@ impl UnitShape {
         };
         let most = slab_bytes / self.least_step;
         let is_little = |units: &usize| ratio(slab_bytes / units - self.bytes, self.bytes) <= MOST_PADDING;
-        (1..=most).rev().take_while(is_little).find(is_aligned).map(|units| slab_bytes / units)
+        (1..=most).rev().take(NEAR).take_while(is_little).find(is_aligned).map(|units| slab_bytes / units)
     }
 
     /// Returns how the units lie in a slab, or `None` if none fits.
@@ -181,7 +181,7 @@ impl Search<'_> {
         for slab_bytes in sizes {
             let slabs = self.arena_bytes / slab_bytes;
             // The padding slab, and half a slab for each group: larger slabs may cost more than the best does.
-            let of_slabs = ratio((2 + self.shapes.len()) * slab_bytes, 2 * self.arena_bytes);
+            let of_slabs = ratio(2 + self.shapes.len(), 2) * ratio(slab_bytes, self.arena_bytes);
             let is_beaten = self.best.as_ref().is_some_and(|(cost, _)| *cost <= of_slabs);
             if slab_bytes > MOST_SLAB || slabs <= self.shapes.len() || is_beaten {
                 return;
@@ -211,9 +211,15 @@ fn too_small_error(layout: &CacheLayout, arena_bytes: usize) -> Error {
         format!("{} {bytes}", group.name())
     };
     let units: Vec<_> = layout.groups().iter().map(unit).collect();
+    let largest = layout.groups().iter().filter_map(|group| group.unit_bytes(layout.page_size()).ok()).max();
+    let is_small = largest.is_some_and(|bytes| arena_bytes / (layout.groups().len() + 1) < bytes);
+    let why = if is_small {
+        "is too small for slabs of one size in which one request has a unit of every group, beside a slab of padding"
+    } else {
+        "has no size of slabs up to 1 GiB that the bytes of units divide, in one layer each"
+    };
     Error::config(format!(
-        "an arena of {arena_bytes} bytes is too small for slabs of one size in which one request has a unit of every \
-         group, beside a slab of padding: the bytes of units are {}",
+        "an arena of {arena_bytes} bytes {why}: the bytes of units are {}",
         units.join(", ")
     ))
 }
@@ -247,6 +253,9 @@ fn common_multiple(one: usize, other: usize) -> Option<usize> {
     (one / divisor).checked_mul(other).filter(|multiple| *multiple <= MOST_SLAB)
 }
 
+/// The numbers of units that are tried for a slab: where there are many small ones, one that divides it is near.
+const NEAR: usize = 1 << 12;
+
 /// The largest share of a unit that is padding.
 const MOST_PADDING: f64 = 0.03;
 
@@ -275,15 +284,23 @@ impl SlabLayout {
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) if the arena has no room for a unit of every group at once
-    /// and the padding slab, or a unit's number is beyond int32.
+    /// and the padding slab, no size up to 1 GiB suits all groups, a unit's number is beyond int32, or an option is
+    /// invalid.
     pub fn choose(layout: &CacheLayout, arena_bytes: usize, options: SlabOptions) -> Result<Self> {
+        if options.granularity == 0 || !options.alignment.is_power_of_two() {
+            let SlabOptions { granularity, alignment } = options;
+            return Err(Error::config(format!(
+                "granularity is {granularity} and alignment {alignment}; the first is at least 1, the second a power of two"
+            )));
+        }
         let whole = Self::cheapest(layout, arena_bytes, options, false);
+        let has_states = layout.groups().iter().any(|group| group.kind() == GroupKind::State);
         if let Some((cost, slabs)) = &whole
-            && *cost <= GOOD
+            && (*cost <= GOOD || !has_states)
         {
             return slabs.clone().checked(layout);
         }
-        let by_layer = Self::cheapest(layout, arena_bytes, options, true);
+        let by_layer = has_states.then(|| Self::cheapest(layout, arena_bytes, options, true)).flatten();
         let best = whole.into_iter().chain(by_layer).min_by(|(one, _), (other, _)| one.total_cmp(other));
         let (_, slabs) = best.ok_or_else(|| too_small_error(layout, arena_bytes))?;
         slabs.checked(layout)
@@ -300,7 +317,7 @@ impl SlabLayout {
         let shapes: Vec<_> = groups
             .map(|group| UnitShape::new(group, layout.page_size(), options.alignment, by_layer))
             .collect();
-        let granularity = options.granularity.max(1);
+        let granularity = options.granularity;
         let multiple_of = |numbers: &[usize]| {
             numbers.iter().try_fold(granularity, |all, &number| common_multiple(all, number))
         };
@@ -311,16 +328,13 @@ impl SlabLayout {
             let sizes = (smallest / least + 1..).take(MOST_TRIED).map(|times| least * times);
             search.try_all(sizes, |shape, _| Some(shape.least_step));
         }
-        // With padding: sizes with many divisors, in which a unit or a slab of up to two groups is exact.
+        // With padding: sizes with many divisors, in which a unit or a slab of a group is exact.
         let fixed: Vec<_> =
             shapes.iter().filter(|shape| !shape.may_pad).map(|shape| shape.least_step).collect();
         let padded = shapes.iter().filter(|shape| shape.may_pad);
-        let exact: Vec<_> =
-            padded.flat_map(|shape| [1, shape.least_step, shape.runs * shape.least_step]).collect();
-        let mut bases: Vec<_> = exact
-            .iter()
-            .flat_map(|one| exact.iter().map(move |other| [*one, *other]))
-            .filter_map(|pair| multiple_of(&[&fixed[..], &pair].concat()))
+        let mut bases: Vec<_> = padded
+            .flat_map(|shape| [1, shape.least_step, shape.runs * shape.least_step])
+            .filter_map(|exact| multiple_of(&[&fixed[..], &[exact]].concat()))
             .collect();
         bases.sort_unstable();
         bases.dedup();
@@ -332,14 +346,13 @@ impl SlabLayout {
         search.best
     }
 
-    /// Checks that every number fits int32, those of tokens included.
+    /// Checks that every number of a unit fits int32.
     fn checked(self, layout: &CacheLayout) -> Result<Self> {
         for (group, slab) in layout.groups().iter().zip(&self.groups) {
-            let entries = group.unit_entries(layout.page_size());
-            let end = self.slabs.checked_mul(slab.numbers).and_then(|units| units.checked_mul(entries));
+            let end = self.slabs.checked_mul(slab.numbers);
             if end.is_none_or(|end| i32::try_from(end).is_err()) {
                 return Err(Error::config(format!(
-                    "group {} of an arena of {} bytes needs indices beyond {}, the largest int32",
+                    "units of group {} in an arena of {} bytes need numbers beyond {}, the largest int32",
                     group.name(),
                     self.arena_bytes,
                     i32::MAX

@@ -32,7 +32,8 @@ pub struct CacheArenaConfig {
 ///
 /// The region is cut into slabs of equal size, each of one group while a unit in it is in use. Units do not move,
 /// and every plane of every layer is one tensor over the region ([`Self::buffer`]), in which a unit has the same
-/// number in all layers. Tensors of different groups overlap as descriptions, never in units that are in use.
+/// number in all layers, unless it is a state that is placed layer by layer, which has a number for each. Tensors of
+/// different groups overlap as descriptions, never in units that are in use.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -93,8 +94,9 @@ impl CacheArena {
             Ok(SlabUnits { units: narrow(slab.units), numbers: narrow(slab.numbers), floor })
         });
         let units = units.collect::<Result<Vec<_>>>()?;
-        let region = Arc::new(Region::new(Arc::clone(backend), slabs.bytes())?);
+        // Before the memory: its errors are about arguments.
         let owners = Slabs::new(narrow(slabs.slabs()), &units)?;
+        let region = Arc::new(Region::new(Arc::clone(backend), slabs.bytes())?);
         let owners = RankedMutex::new(LockRank::CacheArena, owners);
         Ok(Self { config: config.clone(), slabs, region, owners })
     }
@@ -224,7 +226,7 @@ impl CacheArena {
     }
 
     /// Returns a plane of a layer of a group as one tensor over the arena, `[units, entries, *shape]`, without a copy;
-    /// `[units, *shape]` for states.
+    /// `[units, *shape]` for states. All layers of a state that is placed layer by layer have one tensor.
     ///
     /// Dimension 0 is indexed by the numbers of units. Those of other groups, and the padding units before the first
     /// slab that is handed out, are in it too: do not write where this group has no unit.

@@ -203,7 +203,7 @@ impl GdnPool {
 
     /// Returns what the pool keeps.
     #[must_use]
-    pub const fn layout(&self) -> &CacheLayout {
+    pub const fn cache_layout(&self) -> &CacheLayout {
         &self.layout
     }
 

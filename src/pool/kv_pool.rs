@@ -92,14 +92,20 @@ impl KvConfig {
     /// Returns where the rows of K and of V lie, each buffer at a multiple of `alignment`, and the bytes of all.
     fn place(&self, alignment: usize) -> Result<([PlaneRows; 2], usize)> {
         let (group, page_size) = (self.group()?, self.page_size);
+        let [k, v] = [[self.k_head_num, self.k_head_dim], [self.v_head_num, self.v_head_dim]];
+        if self.layout == KvLayout::Fused && k != v {
+            let text = format!(
+                "fused buffers have rows of one shape, but those of keys are {k:?} and those of values {v:?}"
+            );
+            return Err(Error::config(text));
+        }
         let order = match self.layout {
             KvLayout::Split => PlaneOrder::PlaneByPlane { plane: alignment, layer: alignment },
             KvLayout::Fused => PlaneOrder::LayerByLayer { page_size, alignment },
         };
         let placement = GroupPlacement::new(&group, self.rows()?, order)?;
         let rows = |plane: usize, row| PlaneRows { runs: placement.planes()[plane], row, dtype: self.dtype };
-        let rows = [rows(0, [self.k_head_num, self.k_head_dim]), rows(1, [self.v_head_num, self.v_head_dim])];
-        Ok((rows, placement.end()))
+        Ok(([rows(0, k), rows(1, v)], placement.end()))
     }
 
     /// Returns the bytes of a pool on `device`, without page-locking.
@@ -207,7 +213,7 @@ impl KvPool {
 
     /// Returns what the pool keeps.
     #[must_use]
-    pub const fn layout(&self) -> &CacheLayout {
+    pub const fn cache_layout(&self) -> &CacheLayout {
         &self.layout
     }
 

@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PySequence};
 
 use crate::base::{Error, try_with_capacity};
 use crate::index::Slabs;
@@ -22,7 +22,8 @@ use super::pool_name::PoolName;
 ///
 /// The region is cut into slabs of equal size. A slab belongs to one group while a unit in it is in use, then to whoever
 /// needs it. Units never move. Every plane of every layer is one tensor over the whole region, in which a unit has the
-/// same number in all layers: kernels see a large page table with gaps in its numbers. Tensors of different groups
+/// same number in all layers, unless it is a state that is placed layer by layer (`slabs.by_layer`), which has a number
+/// for each: kernels see a large page table with gaps in its numbers. Tensors of different groups
 /// overlap as descriptions, never in units that are in use. The first slab is padding: unit 0 of every group is in it,
 /// and padded tokens may be written there.
 ///
@@ -59,14 +60,61 @@ impl CacheArena {
         Ok(self.pool.layout().group_number(name)?)
     }
 
-    /// Returns the number of units of each group that `units` has, 0 for those that it does not name.
-    fn wanted(&self, units: &Bound<'_, PyDict>) -> PyResult<Vec<usize>> {
-        let mut wanted = vec![0; self.pool.layout().groups().len()];
-        for (name, count) in units {
-            wanted[self.group(&name_of(&name)?)?] = args::count("a number of units", &count)?;
-        }
-        Ok(wanted)
+    /// Returns the groups and the numbers that `units` has by their names. Runs Python code, and only before anything
+    /// is taken.
+    fn named(&self, units: &Bound<'_, PyDict>) -> PyResult<Vec<(usize, usize)>> {
+        let named = units.items().iter().map(|item| {
+            let (name, count): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
+            Ok((self.group(&name_of(&name)?)?, args::count("a number of units", &count)?))
+        });
+        named.collect()
     }
+
+    /// Returns the number of units of each group that these name, 0 for the others.
+    fn wanted(&self, named: &[(usize, usize)]) -> Vec<usize> {
+        let mut wanted = vec![0; self.pool.layout().groups().len()];
+        for &(group, count) in named {
+            wanted[group] = count;
+        }
+        wanted
+    }
+
+    /// Returns taken units as lists, by the name of each group in `named`.
+    fn lists<'py>(
+        &self,
+        py: Python<'py>,
+        named: &[(usize, usize)],
+        taken: &[Vec<u32>],
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let found = PyDict::new(py);
+        for &(group, _) in named {
+            let (numbers, each) = (&taken[group], self.pool.numbers_of_unit(group));
+            let list = if self.pool.slabs().groups()[group].by_layer {
+                let mut lists = try_with_capacity(numbers.len() / each)?;
+                for numbers in numbers.chunks(each) {
+                    lists.push(PyList::new(py, numbers)?);
+                }
+                PyList::new(py, lists)?
+            } else {
+                PyList::new(py, numbers)?
+            };
+            found.set_item(self.pool.layout().groups()[group].name(), list)?;
+        }
+        Ok(found)
+    }
+}
+
+/// Returns the numbers of units, as ints or, for states that are placed layer by layer, as lists of them.
+fn flattened<'py>(units: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let Ok(lists) = units.cast::<PyList>() else { return Ok(units.clone()) };
+    if !lists.iter().next().is_some_and(|first| first.is_instance_of::<PyList>()) {
+        return Ok(units.clone());
+    }
+    let flat = PyList::empty(units.py());
+    for list in lists {
+        flat.as_sequence().in_place_concat(list.cast::<PySequence>()?)?;
+    }
+    Ok(flat.into_any())
 }
 
 fn name_of(name: &Bound<'_, PyAny>) -> PyResult<String> {
@@ -90,7 +138,8 @@ impl CacheArena {
     ) -> PyResult<PyClassInitializer<Self>> {
         let layout = layout.layout().clone();
         let mut by_group = vec![0; layout.groups().len()];
-        for (name, slabs) in floors.into_iter().flatten() {
+        for item in floors.map(PyDictMethods::items).iter().flatten() {
+            let (name, slabs): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
             by_group[layout.group_number(&name_of(&name)?)?] = args::size("a floor", &slabs)?;
         }
         let slabs =
@@ -120,24 +169,17 @@ impl CacheArena {
         py: Python<'py>,
         units: &Bound<'py, PyDict>,
     ) -> PyResult<Option<Bound<'py, PyDict>>> {
-        let Some(taken) = self.pool.alloc(&self.wanted(units)?)? else { return Ok(None) };
-        let found = PyDict::new(py);
-        for (name, _) in units {
-            let group = self.group(&name_of(&name)?)?;
-            let numbers = &taken[group];
-            let each = self.pool.numbers_of_unit(group);
-            let list = if self.pool.slabs().groups()[group].by_layer {
-                let mut lists = try_with_capacity(numbers.len() / each)?;
-                for numbers in numbers.chunks(each) {
-                    lists.push(PyList::new(py, numbers)?);
-                }
-                PyList::new(py, lists)?
-            } else {
-                PyList::new(py, numbers)?
-            };
-            found.set_item(name, list)?;
+        let named = self.named(units)?;
+        let Some(taken) = self.pool.alloc(&self.wanted(&named))? else { return Ok(None) };
+        let lists = self.lists(py, &named, &taken);
+        if lists.is_err() {
+            // Nobody else has these units.
+            for (group, numbers) in taken.iter().enumerate() {
+                let numbers: Vec<i64> = numbers.iter().map(|&number| number.into()).collect();
+                let _ = self.pool.free(group, &numbers);
+            }
         }
-        Ok(Some(found))
+        lists.map(Some)
     }
 
     /// Returns whether `alloc` of these units would succeed.
@@ -145,21 +187,22 @@ impl CacheArena {
     /// Raises:
     ///     ArgumentError: As `alloc`.
     fn fits(&self, units: &Bound<'_, PyDict>) -> PyResult<bool> {
-        Ok(self.pool.fits(&self.wanted(units)?)?)
+        Ok(self.pool.fits(&self.wanted(&self.named(units)?))?)
     }
 
     /// Frees units of a group. A slab whose last unit is freed can be any group's.
     ///
     /// Args:
     ///     group: Name of the group.
-    ///     units: Their numbers: ints, or a tensor or array of them, of any shape, whose values are on the host.
+    ///     units: Their numbers: ints, a tensor or array of them, of any shape, whose values are on the host, or what
+    ///         `alloc` gave for the group.
     ///
     /// Raises:
     ///     ArgumentError: If there is no such group.
     ///     IndexOwnershipError: If the arena is strict and a number is not in use, or named twice. Nothing is changed.
     fn free(&self, py: Python<'_>, group: &str, units: &Bound<'_, PyAny>) -> PyResult<()> {
         let number = self.group(group)?;
-        let units: Vec<i64> = args::indices(units)?.values(py)?.iter().collect();
+        let units: Vec<i64> = args::indices(&flattened(units)?)?.values(py)?.iter().collect();
         let bad = self.pool.free(number, &units)?;
         self.reporter.bad_frees(py, &bad, "unit", units.len(), Debug::OFF);
         Ok(())
@@ -178,7 +221,8 @@ impl CacheArena {
     ///     layer: Layer of the model; an alias gives the entries that it reads.
     ///
     /// Returns:
-    ///     `[units, entries, *shape]`, or `[units, *shape]` for states. Dimension 0 is indexed by the numbers of units; its
+    ///     `[units, entries, *shape]`, or `[units, *shape]` for states; one tensor for all layers of a state that is placed
+    ///     layer by layer. Dimension 0 is indexed by the numbers of units; its
     ///     stride is the bytes of a unit, larger where planes lie side by side. Units of other groups are in it too: do
     ///     not write where this group has none.
     ///

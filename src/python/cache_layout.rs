@@ -109,7 +109,7 @@ fn kind_of(name: &str, tokens: Option<usize>, sinks: usize) -> crate::base::Resu
 impl Group {
     #[new]
     #[pyo3(signature = (name, kind, layers, planes, *, tokens=None, sinks=Arg::Missing, stride=Arg::Missing, aliases=None,
-                        share=(0, 1)),
+                        share=None),
            text_signature = "(name, kind, layers, planes, *, tokens=None, sinks=0, stride=1, aliases=None, \
                              share=(0, 1))")]
     #[expect(clippy::too_many_arguments, reason = "all are facts of a group, most of them keywords")]
@@ -122,7 +122,7 @@ impl Group {
         sinks: Arg<'_>,
         stride: Arg<'_>,
         aliases: Option<&Bound<'_, PyDict>>,
-        share: (usize, usize),
+        share: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
     ) -> PyResult<Self> {
         let tokens = tokens.map(|tokens| args::size("tokens", tokens)).transpose()?;
         let kind = kind_of(kind, tokens, sinks.size("sinks", 0)?)?;
@@ -134,8 +134,11 @@ impl Group {
             let pair = |(reader, of)| Ok((layer(reader)?, layer(of)?));
             group = group.with_aliases(&aliases.iter().map(pair).collect::<PyResult<Vec<_>>>()?)?;
         }
-        let (part, parts) = share;
-        Ok(Self(group.with_share(Share { part, parts })?))
+        if let Some((part, parts)) = share {
+            let (part, parts) = (args::size("a part", &part)?, args::size("parts", &parts)?);
+            group = group.with_share(Share { part, parts })?;
+        }
+        Ok(Self(group))
     }
 
     /// The name.
@@ -274,8 +277,8 @@ impl CacheLayout {
         PyTuple::new(py, self.0.groups().iter().map(|group| Group(group.clone())))
     }
 
-    /// Digest of everything that the bytes depend on, as 64 hexadecimal digits: BLAKE3. Pools, tiers and peers with the
-    /// same can exchange bytes.
+    /// Digest of all of the layout, as 64 hexadecimal digits: BLAKE3. Pools, tiers and peers with the same can exchange
+    /// bytes, if `model` tells the model from others of its shape.
     #[getter]
     fn fingerprint(&self) -> String {
         blake3::Hash::from(self.0.fingerprint(digest)).to_string()
@@ -312,11 +315,16 @@ impl CacheLayout {
     ///     ConfigError: If the arena has no room for a unit of every group at once, and a slab of padding.
     #[pyo3(signature = (arena_bytes, *, granularity=Arg::Missing),
            text_signature = "($self, arena_bytes, *, granularity=1)")]
-    fn slabs(&self, arena_bytes: &Bound<'_, PyAny>, granularity: Arg<'_>) -> PyResult<SlabLayout> {
+    fn slabs(
+        &self,
+        py: Python<'_>,
+        arena_bytes: &Bound<'_, PyAny>,
+        granularity: Arg<'_>,
+    ) -> PyResult<SlabLayout> {
         let arena_bytes = args::size("arena_bytes", arena_bytes)?;
         let options =
             SlabOptions { granularity: granularity.size("granularity", 1)?, ..SlabOptions::default() };
-        let slabs = Slabs::choose(&self.0, arena_bytes, options)?;
+        let slabs = py.detach(|| Slabs::choose(&self.0, arena_bytes, options))?;
         Ok(SlabLayout { layout: self.0.clone(), slabs })
     }
 

@@ -294,7 +294,7 @@ impl GdnPool {
     /// What the pool keeps, as a layout of one group.
     #[getter]
     fn cache_layout(&self) -> CacheLayout {
-        CacheLayout::new_of(self.pool.layout().clone())
+        CacheLayout::new_of(self.pool.cache_layout().clone())
     }
 
     fn __repr__(&self) -> String {

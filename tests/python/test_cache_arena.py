@@ -213,7 +213,7 @@ def test_a_state_may_have_a_number_for_each_layer() -> None:
     for number, state in enumerate(states):
         for layer, unit in zip(range(7, 12), state, strict=True):
             assert bool((arena.buffer("state", "recurrent", layer)[unit] == 10 * number + layer).all())
-    arena.free("state", [unit for state in states for unit in state])
+    arena.free("state", states)
     assert arena.slabs_free == arena.stats()["capacity"]
 
 
@@ -265,6 +265,32 @@ def test_arguments_are_checked() -> None:
         arena.buffer("full", "q", 1)
     with pytest.raises(IndexError, match="layer 0 has no entries in group full"):
         arena.buffer("full", "k", 0)
+
+
+def test_names_that_fail_take_nothing() -> None:
+    class Once(str):
+        """A name that can be hashed once."""
+
+        __slots__ = ("hashed",)
+
+        def __hash__(self) -> int:
+            if hasattr(self, "hashed"):
+                raise ValueError("again")
+            self.hashed = True
+            return super().__hash__()
+
+    arena = make()
+    assert set(some(arena.alloc({Once("full"): 2}))) == {"full"}
+    assert arena.group_stats("full")["in_use"] == 2
+
+    class Growing:
+        def __index__(self) -> int:
+            units["window"] = 1
+            return 1
+
+    units: dict[str, Any] = {"full": Growing()}
+    assert set(some(arena.alloc(units))) == {"full"}
+    arena.verify()
 
 
 def test_an_arena_is_checked() -> None:

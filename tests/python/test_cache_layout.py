@@ -96,6 +96,11 @@ def test_a_group_knows_what_it_was_given() -> None:
         ({"aliases": {9: 7}}, "layer 7, which has none"),
         ({"share": (2, 2)}, "part 2 of 2"),
         ({"share": (0, 0)}, "part 0 of 0"),
+        ({"share": (-1, 2)}, "negative"),
+        (
+            {"planes": [Plane(name, "uint8", ((1 << 63) - 1,)) for name in "abc"]},
+            "more bytes than an address",
+        ),
     ],
 )
 def test_a_group_is_checked(changes: dict[str, Any], message: str) -> None:
@@ -275,7 +280,14 @@ def test_an_arena_has_room_for_a_unit_of_each_group() -> None:
 def test_an_arena_fits_int32() -> None:
     layout = CacheLayout([Group("g", "full", [0], [Plane("k", "uint8", (1,))])], page_size=16)
     with pytest.raises(ConfigError, match="beyond 2147483647"):
-        layout.slabs(1 << 34)
+        layout.slabs(1 << 36)
+
+
+def test_options_of_slabs_are_checked() -> None:
+    with pytest.raises(ConfigError, match="granularity is 0"):
+        hybrid().slabs(8 * MIB, granularity=0)
+    with pytest.raises(ConfigError, match="no size of slabs up to 1 GiB"):
+        hybrid().slabs(1 << 40, granularity=(1 << 30) - 1)
 
 
 def test_a_group_is_named() -> None:

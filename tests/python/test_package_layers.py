@@ -38,6 +38,7 @@ PRIVATE = {
     "workspace": {"_Workspace"},
     "observe.leaks": {"_Workspace", "_noted"},
     "observe.registry": {"_pools"},
+    "models.layout": {"_STORAGE_DTYPES"},
     "tools.plan.pool_bytes": {"_STORAGE_DTYPES", "_footprint"},
     "tools.plan.solver": {"_STORAGE_DTYPES"},
     "tools.replay.command": {"_STORAGE_DTYPES"},

@@ -174,6 +174,16 @@ def test_data_types_are_chosen() -> None:
         read_layout(PUBLISHED_2026["DeepSeek-V4-Flash"], dtype="float16")
 
 
+@pytest.mark.parametrize("options", [{"dtype": "fp8"}, {"state_dtype": "int3"}])
+def test_dtypes_are_those_of_pools(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"dtype is '(fp8|int3)'; it must be one of float32"):
+        read_layout(CONFIGS["Llama-3.1-8B"], **options)
+    config = {**PUBLISHED_2026["LFM2-8B-A1B"], "dtype": "float64"}
+    with pytest.raises(ConfigError, match="dtype is 'float64'"):
+        read_layout(config)
+    assert read_layout(config, dtype="bfloat16").groups[1].planes[0].entry_bytes == 8192
+
+
 @pytest.mark.parametrize(("tp", "rank"), [(1, 1), (2, -1)])
 def test_a_rank_is_one_of_the_gpus(tp: int, rank: int) -> None:
     with pytest.raises(ConfigError, match=f"rank is {rank}"):

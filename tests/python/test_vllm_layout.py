@@ -107,6 +107,11 @@ def test_layers_are_numbered() -> None:
         layout_of((["attn"], FullAttentionSpec()))
 
 
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"of 'layers\.0': .*complex64"):
+        layout_of((["layers.0"], FullAttentionSpec(dtype=torch.complex64)))
+
+
 def test_an_unknown_specification_is_refused() -> None:
     @dataclass
     class CrossAttentionSpec:

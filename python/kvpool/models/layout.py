@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpool._kvpool import CacheLayout, Group, Plane
+from kvpool._kvpool import _STORAGE_DTYPES, CacheLayout, Group, Plane
 from kvpool.errors import ConfigError
 from kvpool.models.model_config import parse_model, read_model
 from kvpool.models.sharding import shard, shard_states
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 16
 _INDEX_BLOCK = 128  # elements of an index key with one scale
-_PACKED_ENTRY = 584  # bytes of an entry of DeepSeek V4 in 8 bits
+PACKED_ENTRY = 584
+"""Bytes of an entry of DeepSeek V4 in 8 bits."""
 
 
 def read_layout(  # noqa: PLR0913 - options by name
@@ -49,8 +50,11 @@ def read_layout(  # noqa: PLR0913 - options by name
         tp: GPUs that share each layer (tensor parallelism).
         rank: Number of this GPU among them.
 
+    Returns:
+        The layout. Its `model` is the type of the model, which other models of the same shape have, too.
+
     Raises:
-        ConfigError: If the model is not supported, or cannot be divided.
+        ConfigError: If the model is not supported or cannot be divided, or a dtype is none of kvpool's.
         OSError: If the file cannot be read.
     """
     model = parse_model(dict(config)) if isinstance(config, Mapping) else read_model(Path(config))
@@ -76,6 +80,9 @@ def layout_of(  # noqa: PLR0913 - options by name
     kept = dtype or model.dtype
     if kept is None:
         raise ConfigError(f"the configuration of {model.model_type} has no dtype; give one")
+    for name, value in (("dtype", kept), ("state_dtype", state_dtype)):
+        if value not in _STORAGE_DTYPES:
+            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(_STORAGE_DTYPES)}")
     if model.chains:
         groups = _compressed(model, dtype or "float8_e4m3fn")
     elif model.mla is not None:
@@ -83,7 +90,7 @@ def layout_of(  # noqa: PLR0913 - options by name
     else:
         groups = _attention(model, kept, tp, rank)
     if model.states is not None:
-        conv_dtype = model.dtype or "bfloat16"
+        conv_dtype = model.dtype if model.dtype in _STORAGE_DTYPES else "bfloat16"
         groups.append(_state(model.states, state_dtype, conv_dtype, tp, rank))
     return CacheLayout(groups, page_size=page_size, model=model.model_type)
 
@@ -144,7 +151,7 @@ def _compressed(model: Model, dtype: str) -> list[Group]:
     """Return the window, the chains and the rings of DeepSeek V4, which every rank has."""
     (layers,) = model.attention
     forms = {
-        "float8_e4m3fn": Plane("latent", "uint8", (_PACKED_ENTRY,)),
+        "float8_e4m3fn": Plane("latent", "uint8", (PACKED_ENTRY,)),
         "bfloat16": Plane("latent", "bfloat16", (layers.k_head_dim,)),
     }
     if dtype not in forms:

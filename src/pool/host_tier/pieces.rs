@@ -267,10 +267,10 @@ impl HostTier {
     }
 
     /// Returns what the bytes of a piece depend on, beside the model and the tokens: the layout of its kind.
-    pub(in crate::pool) fn layout(&self, kind: PieceKind) -> Option<&CacheLayout> {
+    pub(in crate::pool) fn cache_layout(&self, kind: PieceKind) -> Option<&CacheLayout> {
         match kind {
-            PieceKind::Page => Some(self.kv.layout()),
-            PieceKind::State => self.gdn.as_ref().map(|gdn| gdn.layout()),
+            PieceKind::Page => Some(self.kv.cache_layout()),
+            PieceKind::State => self.gdn.as_ref().map(|gdn| gdn.cache_layout()),
         }
     }
 }

@@ -46,7 +46,7 @@ pub(super) struct AvailablePages {
 
 impl PieceNames {
     fn new(tier: &HostTier, kind: PieceKind, part_bytes: usize, model: &str, digest: Digest) -> Self {
-        let layout = tier.layout(kind).map_or(Vec::new(), CacheLayout::descriptions);
+        let layout = tier.cache_layout(kind).map_or(Vec::new(), CacheLayout::descriptions);
         let parts: Vec<&[u8]> =
             std::iter::once(model).chain(layout.iter().map(String::as_str)).map(str::as_bytes).collect();
         let piece_bytes = tier.piece_bytes(kind);

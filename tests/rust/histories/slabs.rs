@@ -97,8 +97,14 @@ fn layout(source: &mut Source<'_>) -> CacheLayout {
             let dim = source.of(&[16, 16, 8]);
             planes.push(Plane::new("v", dtype, &[heads, dim]).expect("small"));
         }
+        if source.rarely(3) {
+            let other = source.of(&[DType::U8, DType::F32]);
+            planes.push(Plane::new("scale", other, &[source.of(&[1, 2, 5])]).expect("small"));
+        }
         let layers: Vec<_> = (0..=source.below(3)).map(|layer| 2 * layer).collect();
-        Group::new(&format!("group_{number}"), kind, &layers, planes).expect("valid")
+        let stride = if kind == GroupKind::State { 1 } else { source.of(&[1, 1, 4, 8]) };
+        let group = Group::new(&format!("group_{number}"), kind, &layers, planes);
+        group.and_then(|group| group.with_stride(stride)).expect("valid")
     });
     let groups = groups.collect();
     CacheLayout::new("model", source.of(&[1, 2, 4]), groups).expect("small")

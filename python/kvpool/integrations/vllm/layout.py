@@ -37,7 +37,7 @@ def cache_layout(config: KVCacheConfig, *, model: str = "") -> CacheLayout:
         model: Name of the model.
 
     Raises:
-        ConfigError: If a specification is of an unknown class, or a layer's name has no number.
+        ConfigError: If a specification is of an unknown class or dtype, or a layer's name has no number.
     """
     groups: list[Group] = []
     page_size = 0
@@ -103,6 +103,13 @@ def _kind(name: str, spec: Any) -> tuple[GroupKind, tuple[tuple[str, int], ...]]
 
 
 def _planes(name: str, spec: Any) -> list[Plane]:  # noqa: ANN401 - of vLLM
+    try:
+        return _arrays(name, spec)
+    except TypeError as error:
+        raise ConfigError(f"the KV cache of {name!r}: {error}") from None
+
+
+def _arrays(name: str, spec: Any) -> list[Plane]:  # noqa: ANN401 - of vLLM
     if hasattr(spec, "shapes"):
         names = _STATE_PLANES.get(len(spec.shapes)) or [f"state_{at}" for at in range(len(spec.shapes))]
         arrays = zip(names, spec.dtypes, spec.shapes, strict=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvpool.errors import ConfigError
+from kvpool.models.layout import PACKED_ENTRY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,7 +27,6 @@ LEAST_TOKENS = 12
 REQUEST_TOKENS = (1_024, 32_768)
 
 _DSA_PAGE = 64  # of kernels that read index keys, in both engines
-_PACKED_ENTRY = 584  # bytes of an entry of DeepSeek V4 in 8 bits
 _PACKED_ALIGNMENT = 576  # of its pages, in both engines
 
 
@@ -462,12 +462,12 @@ def _sglang_chains(layout: CacheLayout, arena_bytes: int) -> Usage:
     entries overlap keep theirs by page of the window, and the others by request, for 256 requests.
     """
     if not _is_packed(layout):
-        raise ConfigError(f"{SGLANG} keeps entries of {layout.model} in {_PACKED_ENTRY} bytes")
+        raise ConfigError(f"{SGLANG} keeps entries of {layout.model} in {PACKED_ENTRY} bytes")
     page_bytes = page_payload = swa_bytes = swa_payload = ring_bytes = window = 0
     for group in layout.groups:
         entries = _CHAIN_PAGE // group.stride
         payload = entries * _entries_bytes(group)
-        padding = len(group.layers) * (-entries * _PACKED_ENTRY % _PACKED_ALIGNMENT)
+        padding = len(group.layers) * (-entries * PACKED_ENTRY % _PACKED_ALIGNMENT)
         if group.kind == "full":
             page_bytes, page_payload = page_bytes + payload + padding, page_payload + payload
         elif group.kind == "window":
@@ -578,7 +578,7 @@ def _is_latent(group: Group) -> bool:
 
 def _is_packed(layout: CacheLayout) -> bool:
     """Return whether entries of DeepSeek V4 are those of 8 bits."""
-    return layout.groups[0].planes[0].entry_bytes == _PACKED_ENTRY
+    return layout.groups[0].planes[0].entry_bytes == PACKED_ENTRY
 
 
 def _entries_bytes(group: Group) -> int:
