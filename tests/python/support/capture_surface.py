@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 # PyTorch is, there is no `Tensor`.
 _WITHOUT_CALLS = (
     "BasePool",
+    "CacheLayout",
     "Cleared",
+    "Group",
     "KVObj",
     "LMCacheMemPoolMetadata",
     "Leak",
+    "Plane",
     "Removed",
     "Segment",
+    "SlabLayout",
     "SlotTreeEviction",
     "SlotTreeInsertion",
     "SlotTreeMatch",

@@ -24,9 +24,13 @@ CONTEXT = 32
 GDN = (4, 2, 1, 4, 4, 8, 4)
 LMCACHE = lmcache.LMCacheMemPoolMetadata((LAYERS, 2, 4, HEADS, DIM), torch.float32, 1e-6)
 FLOAT = torch.float32
+LAYOUT = kvpool.CacheLayout(
+    [kvpool.Group("full", "full", range(LAYERS), [kvpool.Plane("k", FLOAT, (HEADS, DIM))])], page_size=4
+)
 
 POOLS: dict[str, Callable[[], object]] = {
     "BufferPool": lambda: kvpool.BufferPool("cuda"),
+    "CacheArena": lambda: kvpool.CacheArena(LAYOUT, 1 << 14, "cuda"),
     "ChunkPool": lambda: kvpool.ChunkPool(4, 8, FLOAT, "cuda"),
     "GDNPool": lambda: kvpool.GDNPool(*GDN, "cuda", FLOAT),
     "KVPool": lambda: kvpool.KVPool(SIZE, LAYERS, HEADS, DIM, "cuda", FLOAT),
@@ -169,6 +173,8 @@ class World:
         self.buffers = kvpool.BufferPool("cuda")
         self.buffers.release(self.buffers.alloc(16, FLOAT))
         self.buffer = self.buffers.alloc(64, FLOAT)
+        self.arena = kvpool.CacheArena(LAYOUT, 1 << 14, "cuda")
+        self.units = some(self.arena.alloc({"full": 2}))["full"]
         self.pages = kvpool.PagePool(8, 4, FLOAT, "cuda")
         self.page_number = some(self.pages.alloc())
         self.workspace = kvpool.Workspace("cuda", 1 << 14)
