@@ -7,9 +7,9 @@
 use std::collections::BTreeSet;
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, Result, try_collect, widen};
+use crate::base::{Error, Result, try_collect, try_with_capacity, widen};
 
-use super::{BadFree, BadFrees, OnBadFree, on_bad_frees};
+use super::{BadFree, BadFrees, Bitmap, OnBadFree, on_bad_frees};
 
 /// How the units of a group are numbered, and what is kept for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,19 +57,21 @@ pub struct SlabCounts {
 pub struct Slabs {
     all: Vec<Slab>,
     /// Slabs of no group. The lowest is taken first.
-    empty: BTreeSet<u32>,
+    empty: Bitmap,
+    /// Free units of slabs that have a group: unit `i` of slab `s` is `s * places + i`.
+    free: Bitmap,
+    /// The most units of a slab, whatever its group.
+    places: usize,
     groups: Vec<SlabGroupState>,
     /// The largest number of slabs that groups had at once.
     high_water: usize,
 }
 
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Slab {
     /// The group that has the slab, while a unit of it is live.
     group: Option<usize>,
     live: u32,
-    /// A bit for each unit in use.
-    used: Vec<u64>,
 }
 
 #[derive(Clone, Debug)]
@@ -82,8 +84,6 @@ struct SlabGroupState {
 
 /// The largest number of groups: far beyond any model's.
 const MOST_GROUPS: usize = 64;
-
-const WORD: u32 = u64::BITS;
 
 impl Slabs {
     /// Creates `count` slabs, the padding slab included, for these groups.
@@ -125,9 +125,14 @@ impl Slabs {
             counts: SlabCounts::default(),
             partial: BTreeSet::new(),
         };
+        let places = widen(groups.iter().map(|group| group.units).max().unwrap_or(0));
+        let mut empty = Bitmap::new(widen(count))?;
+        empty.insert_run(1, widen(count) - 1);
         Ok(Self {
             all: try_collect((0..count).map(|_| Slab::default()))?,
-            empty: (1..count).collect(),
+            empty,
+            free: Bitmap::new(widen(count) * places)?,
+            places,
             groups: groups.iter().map(state).collect(),
             high_water: 0,
         })
@@ -141,7 +146,7 @@ impl Slabs {
 
     /// Returns the number of slabs of no group.
     #[must_use]
-    pub fn empty(&self) -> usize {
+    pub const fn empty(&self) -> usize {
         self.empty.len()
     }
 
@@ -202,7 +207,7 @@ impl Slabs {
         }
         let mut taken = Vec::with_capacity(wanted.len());
         for &count in wanted {
-            taken.push(crate::base::try_with_capacity(count)?);
+            taken.push(try_with_capacity(count)?);
         }
         for (group, (&count, units)) in wanted.iter().zip(&mut taken).enumerate() {
             self.take(group, count, units);
@@ -213,28 +218,35 @@ impl Slabs {
 
     /// Takes units, for which there are slabs.
     fn take(&mut self, group: usize, mut count: usize, taken: &mut Vec<u32>) {
-        let Self { all, empty, groups, .. } = self;
+        let Self { all, empty, free, places, groups, .. } = self;
         let SlabGroupState { units, counts, partial } = &mut groups[group];
         while count > 0 {
-            let (free, number) = partial.pop_first().unwrap_or_else(|| {
-                let number = empty.pop_first().expect("`missing` has counted the slabs");
-                let slab = &mut all[widen(number)];
-                slab.group = Some(group);
-                slab.used.clear();
-                slab.used.resize(widen(units.units.div_ceil(WORD)), 0);
+            let (left, number) = partial.pop_first().unwrap_or_else(|| {
+                let (number, _) = empty.next_run(0, 1).expect("`missing` has counted the slabs");
+                empty.remove(number);
+                free.insert_run(number * *places, widen(units.units));
+                all[number].group = Some(group);
                 counts.slabs += 1;
                 counts.ready += widen(units.units);
-                (units.units, number)
+                (units.units, narrow(number))
             });
-            let slab = &mut all[widen(number)];
-            let many = free.min(narrow(count.min(widen(u32::MAX))));
-            slab.take(many, units.units, |unit| taken.push(number * units.numbers + unit));
-            if many < free {
-                partial.insert((free - many, number));
+            let many = widen(left).min(count);
+            let mut rest = many;
+            while rest > 0 {
+                let first = widen(number) * *places;
+                let (start, len) = free.next_run(first, rest).expect("the slab has free units");
+                free.remove_run(start, len);
+                let start = number * units.numbers + narrow(start - first);
+                taken.extend(start..start + narrow(len));
+                rest -= len;
             }
-            count -= widen(many);
-            counts.ready -= widen(many);
-            counts.in_use += widen(many);
+            all[widen(number)].live += narrow(many);
+            if many < widen(left) {
+                partial.insert((left - narrow(many), number));
+            }
+            count -= many;
+            counts.ready -= many;
+            counts.in_use += many;
         }
         counts.high_water = counts.high_water.max(counts.in_use);
     }
@@ -243,12 +255,13 @@ impl Slabs {
     ///
     /// # Errors
     /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for an invalid unit, if `on_bad` is
-    /// [`OnBadFree::Fail`]; nothing is changed.
+    /// [`OnBadFree::Fail`]; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot list
+    /// the units. Nothing is changed.
     ///
     /// # Panics
     /// If there is no such group.
     pub fn free(&mut self, group: usize, units: &[i64], on_bad: OnBadFree) -> Result<BadFrees> {
-        let (mut valid, mut bad) = (Vec::with_capacity(units.len()), BadFrees::default());
+        let (mut valid, mut bad) = (try_with_capacity(units.len())?, BadFrees::default());
         for &unit in units {
             match self.reason(group, unit) {
                 Ok(unit) => valid.push(unit),
@@ -274,12 +287,6 @@ impl Slabs {
         Ok(bad)
     }
 
-    /// Returns whether the group has handed out a unit, and nobody has freed it.
-    #[must_use]
-    pub fn is_live(&self, group: usize, unit: i64) -> bool {
-        self.reason(group, unit).is_ok()
-    }
-
     /// Returns a live unit, or why it cannot be freed.
     fn reason(&self, group: usize, unit: i64) -> std::result::Result<u32, BadFree> {
         let SlabUnits { units, numbers, .. } = self.groups[group].units;
@@ -288,44 +295,49 @@ impl Slabs {
         match self.all.get(widen(slab)) {
             None => Err(BadFree::OutOfRange),
             Some(_) if slab == 0 => Err(BadFree::Padding),
-            Some(slab) if slab.group == Some(group) && place < units && slab.is_used(place) => Ok(unit),
+            Some(owned) if owned.group == Some(group) && place < units && !self.is_free(slab, place) => {
+                Ok(unit)
+            }
             Some(_) => Err(BadFree::NotAllocated),
         }
+    }
+
+    /// Returns whether a unit of a slab that has a group is free.
+    fn is_free(&self, slab: u32, place: u32) -> bool {
+        self.free.contains(widen(slab) * self.places + widen(place))
     }
 
     /// Frees live units of one slab.
     fn give_back(&mut self, group: usize, freed: &[u32]) {
         let SlabGroupState { units, counts, partial } = &mut self.groups[group];
         let number = freed[0] / units.numbers;
-        let slab = &mut self.all[widen(number)];
-        let free = units.units - slab.live;
+        let (slab, first) = (&mut self.all[widen(number)], widen(number) * self.places);
+        let before = units.units - slab.live;
         for unit in freed {
-            let place = unit % units.numbers;
-            slab.used[widen(place / WORD)] &= !(1 << (place % WORD));
+            self.free.insert(first + widen(unit % units.numbers));
         }
         slab.live -= narrow(freed.len());
         counts.in_use -= freed.len();
         counts.ready += freed.len();
-        if free > 0 {
-            partial.remove(&(free, number));
+        if before > 0 {
+            partial.remove(&(before, number));
         }
         if slab.live > 0 {
             partial.insert((units.units - slab.live, number));
             return;
         }
         slab.group = None;
+        self.free.remove_run(first, widen(units.units));
         counts.slabs -= 1;
         counts.ready -= widen(units.units);
-        self.empty.insert(number);
+        self.empty.insert(widen(number));
     }
 
     /// Frees every unit of every group.
     pub fn clear(&mut self) {
-        let count = narrow(self.all.len());
-        self.all
-            .iter_mut()
-            .for_each(|slab| *slab = Slab { used: std::mem::take(&mut slab.used), ..Slab::default() });
-        self.empty = (1..count).collect();
+        self.all.fill(Slab::default());
+        self.empty.insert_run(1, self.all.len() - 1);
+        self.free.clear();
         for SlabGroupState { counts, partial, .. } in &mut self.groups {
             partial.clear();
             *counts = SlabCounts {
@@ -342,7 +354,7 @@ impl Slabs {
     pub fn broken_invariant(&self) -> Option<String> {
         let mut found = vec![SlabCounts::default(); self.groups.len()];
         for (number, slab) in self.all.iter().enumerate() {
-            let is_listed = self.empty.contains(&narrow(number));
+            let is_listed = self.empty.contains(number);
             let Some(group) = slab.group else {
                 if is_listed != (number > 0) || slab.live > 0 {
                     return Some(format!(
@@ -353,7 +365,7 @@ impl Slabs {
                 continue;
             };
             let units = self.groups[group].units.units;
-            let live: u32 = slab.used.iter().map(|word| word.count_ones()).sum();
+            let live = narrow((0..units).filter(|&place| !self.is_free(narrow(number), place)).count());
             let partial = self.groups[group].partial.contains(&(units - slab.live, narrow(number)));
             if is_listed || live != slab.live || live == 0 || live > units || partial != (live < units) {
                 return Some(format!(
@@ -377,31 +389,9 @@ impl Slabs {
                 return Some(format!("group {group} lists {partial} slabs with free units"));
             }
         }
-        None
-    }
-}
-
-impl Slab {
-    fn is_used(&self, place: u32) -> bool {
-        self.used[widen(place / WORD)] >> (place % WORD) & 1 == 1
-    }
-
-    /// Takes the lowest `count` free units of `units`; there are that many.
-    fn take(&mut self, count: u32, units: u32, mut each: impl FnMut(u32)) {
-        let mut left = count;
-        for (number, word) in self.used.iter_mut().enumerate() {
-            let first = narrow(number) * WORD;
-            while left > 0 {
-                let place = word.trailing_ones();
-                if place == WORD || first + place >= units {
-                    break;
-                }
-                *word |= 1 << place;
-                each(first + place);
-                left -= 1;
-            }
-        }
-        debug_assert_eq!(left, 0);
-        self.live += count;
+        let ready: usize = self.groups.iter().map(|state| state.counts.ready).sum();
+        let is_consistent = self.empty.is_consistent() && self.free.is_consistent();
+        (!is_consistent || self.free.len() != ready)
+            .then(|| format!("{} units are listed as free", self.free.len()))
     }
 }
