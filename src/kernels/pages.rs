@@ -165,7 +165,8 @@ impl Pieces {
                     "pieces of {bytes} bytes overlap when they lie {stride} bytes apart"
                 )));
             }
-            region.at(before * stride, bytes)?;
+            let last = layout.range(stride, before, &(0..layout.layers()));
+            region.at(last.start, bytes)?;
         }
         let reach = match (reach, pool.and_then(|pool| pool.gpu())) {
             (HostAccess::InPlace, Some(gpu)) => {
@@ -305,9 +306,9 @@ impl Pieces {
             PageCopy::Out => check_unique_targets("piece", &indices)?,
             PageCopy::In => check_unique_targets("page", &indices)?,
         }
-        let of_pool = rows.runs().map(|runs| runs.in_pages(self.page_size).layers(layers));
+        let of_pool = rows.runs().map(|runs| runs.in_pages(self.page_size).of_layers(layers));
         let kinds = [0, 1].map(|kind| {
-            let piece = PageSide { region: &self.region, runs: self.runs[kind].layers(layers) };
+            let piece = PageSide { region: &self.region, runs: self.runs[kind].of_layers(layers) };
             let buffer = rows.kinds()[kind].first();
             let page = buffer.map_or(piece, |first| PageSide { region: first.region(), runs: of_pool[kind] });
             let (source, target) = match direction {
@@ -480,8 +481,8 @@ impl<'a> StagedCopy<'a> {
         let mut at = 0;
         pieces.chunk_by(move |before, next| self.staging.continues(*before, *next)).map(move |run| {
             let Self { bytes, .. } = self;
-            let (area, host) =
-                (begin + at * bytes, unsigned(run[0].into()) * self.pieces.stride + self.offset);
+            let (area, piece) = (begin + at * bytes, self.pieces.piece(run[0].cast_unsigned()));
+            let host = piece.start + self.offset;
             at += run.len();
             let (count, stride) = (run.len(), self.pieces.stride);
             // Whole pieces without anything between them are one row.

@@ -60,12 +60,6 @@ impl RowBuffer {
         self.runs.offset
     }
 
-    /// Returns where the rows lie in the region.
-    #[must_use]
-    pub const fn runs(&self) -> &PlaneRuns {
-        &self.runs
-    }
-
     /// Returns `[rows, heads, dim]`.
     #[must_use]
     pub const fn shape(&self) -> [usize; 3] {
@@ -157,25 +151,28 @@ impl PlaneRows {
 pub struct LayerRows {
     /// The buffers of the first kind by layer, then those of the second.
     buffers: Vec<RowBuffer>,
-    layers: usize,
     planes: [PlaneRows; 2],
 }
 
 impl LayerRows {
-    /// Returns the rows of two planes, which have equally many layers, in `region`.
+    /// Returns the rows of two planes in `region`.
     ///
     /// # Errors
-    /// Same as [`RowBuffer::new`]; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the
+    /// Same as [`RowBuffer::new`]; [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for planes of different
+    /// numbers of layers; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the
     /// host cannot list that many layers.
     pub fn new(region: &Arc<Region>, planes: [PlaneRows; 2]) -> Result<Self> {
-        let layers = planes[0].runs.layers.min(planes[1].runs.layers);
+        let [layers, others] = planes.map(|plane| plane.runs.layers);
+        if layers != others {
+            return Err(Error::argument(format!("planes of {layers} and of {others} layers")));
+        }
         let mut buffers = try_with_capacity(planes.len() * layers)?;
         for plane in planes {
             for layer in 0..layers {
                 buffers.push(RowBuffer::new(Arc::clone(region), &plane, layer)?);
             }
         }
-        Ok(Self { buffers, layers, planes })
+        Ok(Self { buffers, planes })
     }
 
     /// Returns the layout of a piece that holds `page_size` rows of both planes, of every layer.
@@ -189,7 +186,7 @@ impl LayerRows {
         }
         let [first, second] =
             self.planes.map(|plane| bytes_of("a page", &[page_size, plane.runs.unit_bytes], DType::U8));
-        PieceLayout::new(self.layers, &[first?, second?])
+        PieceLayout::new(self.layers(), &[first?, second?])
     }
 
     /// Returns where the rows of each plane lie in their region.
@@ -200,7 +197,7 @@ impl LayerRows {
     /// Returns the number of layers.
     #[must_use]
     pub const fn layers(&self) -> usize {
-        self.layers
+        self.planes[0].runs.layers
     }
 
     /// Returns the rows of a layer.
@@ -208,16 +205,16 @@ impl LayerRows {
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a layer that does not exist.
     pub fn layer(&self, layer: usize) -> Result<[&RowBuffer; 2]> {
-        if layer >= self.layers {
-            return Err(Error::index(format!("layer {layer} is outside [0, {})", self.layers)));
+        if layer >= self.layers() {
+            return Err(Error::index(format!("layer {layer} is outside [0, {})", self.layers())));
         }
-        Ok([&self.buffers[layer], &self.buffers[self.layers + layer]])
+        Ok([&self.buffers[layer], &self.buffers[self.layers() + layer]])
     }
 
     /// Returns the rows of each kind, by layer.
     #[must_use]
     pub fn kinds(&self) -> [&[RowBuffer]; 2] {
-        let (first, second) = self.buffers.split_at(self.layers);
+        let (first, second) = self.buffers.split_at(self.layers());
         [first, second]
     }
 
@@ -332,8 +329,10 @@ fn check_rows(buffer: &RowBuffer, rows: &[u32]) -> Result<()> {
 pub(super) fn check_moves(buffers: &[RowBuffer], moves: &[Move]) -> Result<()> {
     // Most pools have equal buffers: the check is repeated only where the number of rows changes.
     let mut checked = None;
-    let mut is_new = |buffer: &&RowBuffer| checked.replace(buffer.runs.units) != Some(buffer.runs.units);
-    for buffer in buffers.iter().filter(|buffer| is_new(buffer)) {
+    for buffer in buffers {
+        if checked.replace(buffer.runs.units) == Some(buffer.runs.units) {
+            continue;
+        }
         for step in moves {
             let (Move::Copy { dst: a, src: b } | Move::Swap(a, b)) = *step;
             check_rows(buffer, &[a, b])?;

@@ -57,7 +57,7 @@ impl PlaneRuns {
 
     /// Returns the runs of some layers.
     #[must_use]
-    pub const fn layers(&self, layers: &Range<usize>) -> Self {
+    pub const fn of_layers(&self, layers: &Range<usize>) -> Self {
         Self { offset: self.at(layers.start, 0), layers: layers.end - layers.start, ..*self }
     }
 
