@@ -3273,8 +3273,7 @@ class CacheArena(Pool):
         Raises:
             StateError: If it is inconsistent.
         """
-    def get_contiguous_buf_info(self) -> tuple[int, int]:
-        """Address and bytes of the memory of all slabs, for transfer engines."""
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]: ...
     def mem_bytes(self) -> int:
         """Bytes of all slabs."""
     def stats(self) -> ArenaStats:

@@ -3,9 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::base::bounded::{narrow, signed};
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{Device, Error, Result, bounded::narrow, try_collect, widen};
+use crate::base::{Device, Dims, Error, Result, contiguous_strides, widen};
 use crate::index::{BadFrees, OnBadFree, SlabCounts, SlabUnits, Slabs};
+use crate::kernels::BufferInfo;
 use crate::layout::{CacheLayout, SlabLayout, SlabOptions};
 use crate::memory::{Backend, Region};
 use crate::tensor::TensorView;
@@ -131,10 +133,10 @@ impl CacheArena {
         self.region.bytes()
     }
 
-    /// Returns the memory of all slabs.
-    #[must_use]
-    pub const fn region(&self) -> &Arc<Region> {
-        &self.region
+    /// Returns the memory as one buffer, whose rows are slabs.
+    pub fn buffer_infos(&self) -> impl Iterator<Item = BufferInfo> {
+        let address = self.region.address().as_ptr().addr();
+        std::iter::once(BufferInfo { address, bytes: self.mem_bytes(), row_bytes: self.slabs.slab_bytes() })
     }
 
     fn owners(&self) -> RankedGuard<'_, Slabs> {
@@ -249,17 +251,13 @@ impl CacheArena {
             Error::index(format!("plane {plane} is outside [0, {planes}) of group {}", declared.name()))
         })?;
         let runs = self.slabs.plane(self.layout(), group, plane).layer(position);
-        let entries = declared
-            .unit_tokens(self.layout().page_size())
-            .map(|_| declared.unit_entries(self.layout().page_size()));
-        let shape: Vec<usize> =
-            [runs.units].into_iter().chain(entries).chain(array.shape().iter().copied()).collect();
-        let mut strides: Vec<usize> = try_collect(shape.iter().map(|_| 1))?;
-        for axis in (1..shape.len().saturating_sub(1)).rev() {
-            strides[axis] = strides[axis + 1] * shape[axis + 1];
-        }
-        strides[0] = runs.unit_step / array.dtype().size();
-        TensorView::strided(Arc::clone(&self.region), runs.offset, array.dtype(), &shape, &strides)
+        let page_size = self.layout().page_size();
+        let entries = declared.unit_tokens(page_size).map(|_| declared.unit_entries(page_size));
+        let unit = Dims::of(&entries.into_iter().chain(array.shape().iter().copied()).collect::<Vec<_>>())?;
+        let with = |first: usize, rest: &Dims| Dims::new(&[&[signed(first)], rest.as_slice()].concat());
+        let shape = with(runs.units, &unit)?;
+        let strides = with(runs.unit_step / array.dtype().size(), &contiguous_strides(&unit))?;
+        TensorView::strided(Arc::clone(&self.region), runs.offset, array.dtype(), shape, strides)
     }
 
     /// Checks the bookkeeping.

@@ -13,7 +13,7 @@ use super::args::{self, Arg};
 use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::cache_layout::{CacheLayout, SlabLayout};
 use super::debug::Debug;
-use super::export::to_tensor;
+use super::export::{BufferLists, buffer_lists, to_tensor};
 use super::framework::backend;
 use super::logging::Reporter;
 use super::pool_name::PoolName;
@@ -23,9 +23,9 @@ use super::pool_name::PoolName;
 /// The region is cut into slabs of equal size. A slab belongs to one group while a unit in it is in use, then to whoever
 /// needs it. Units never move. Every plane of every layer is one tensor over the whole region, in which a unit has the
 /// same number in all layers, unless it is a state that is placed layer by layer (`slabs.by_layer`), which has a number
-/// for each: kernels see a large page table with gaps in its numbers. Tensors of different groups
-/// overlap as descriptions, never in units that are in use. The first slab is padding: unit 0 of every group is in it,
-/// and padded tokens may be written there.
+/// for each: kernels see a large page table with gaps in its numbers. Tensors of different groups overlap as
+/// descriptions, never in units that are in use. The first slab is padding: unit 0 of every group is in it, and padded
+/// tokens may be written there.
 ///
 /// Units are numbers on the host, as those of `ReqToTokenPool` are. Calls are thread-safe and atomic, and make no
 /// CUDA call. The memory is zeroed at construction, on the stream that is current then; units are not zeroed again.
@@ -222,9 +222,8 @@ impl CacheArena {
     ///
     /// Returns:
     ///     `[units, entries, *shape]`, or `[units, *shape]` for states; one tensor for all layers of a state that is placed
-    ///     layer by layer. Dimension 0 is indexed by the numbers of units; its
-    ///     stride is the bytes of a unit, larger where planes lie side by side. Units of other groups are in it too: do
-    ///     not write where this group has none.
+    ///     layer by layer. Dimension 0 is indexed by the numbers of units; its stride is the bytes of a unit, larger where
+    ///     planes lie side by side. Units of other groups are in it too: do not write where this group has none.
     ///
     /// Raises:
     ///     ArgumentError: If there is no such group or plane.
@@ -274,9 +273,10 @@ impl CacheArena {
         Ok(self.pool.verify()?)
     }
 
-    /// Address and bytes of the memory of all slabs, for transfer engines.
-    fn get_contiguous_buf_info(&self) -> (usize, usize) {
-        (self.pool.region().address().as_ptr().addr(), self.pool.mem_bytes())
+    /// Returns the addresses, the bytes and the bytes of an item of the memory, for transfer engines: one buffer, whose
+    /// items are slabs.
+    fn get_contiguous_buf_infos(&self) -> BufferLists {
+        buffer_lists(self.pool.buffer_infos())
     }
 
     /// Bytes of all slabs.

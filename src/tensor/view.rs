@@ -76,10 +76,9 @@ impl TensorView {
         region: Arc<Region>,
         offset: usize,
         dtype: DType,
-        shape: &[usize],
-        strides: &[usize],
+        shape: Dims,
+        strides: Dims,
     ) -> Result<Self> {
-        let (shape, strides) = (Dims::of(shape)?, Dims::of(strides)?);
         region.borrow(offset, dtype, shape, strides)?;
         Ok(Self { region, offset, dtype, shape, strides })
     }

@@ -70,8 +70,9 @@ def test_planes_are_tensors_over_the_arena() -> None:
     assert found["latent", "scale", 6].shape[1:] == (PAGE, 4)
     assert found["state", "recurrent", 7].shape[1:] == (4, 8, 8)
     assert found["state", "conv", 8].dtype == torch.bfloat16
-    address, size = arena.get_contiguous_buf_info()
+    [address], [size], [slab_bytes] = arena.get_contiguous_buf_infos()
     assert size == arena.mem_bytes() == arena.slabs.mem_bytes
+    assert slab_bytes == arena.slabs.slab_bytes
     for (group, _, _), tensor in found.items():
         assert not tensor.any()
         assert tensor.stride(0) * tensor.element_size() == arena.slabs.unit_step(group)

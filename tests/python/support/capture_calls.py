@@ -477,7 +477,7 @@ ENTRIES: dict[str, Entry] = {
     "CacheArena.group_stats": Entry(lambda w: w.arena.group_stats("full"), WORKS),
     "CacheArena.verify": Entry(lambda w: w.arena.verify(), WORKS),
     "CacheArena.mem_bytes": Entry(lambda w: w.arena.mem_bytes(), WORKS),
-    "CacheArena.get_contiguous_buf_info": Entry(lambda w: w.arena.get_contiguous_buf_info(), WORKS),
+    "CacheArena.get_contiguous_buf_infos": Entry(lambda w: w.arena.get_contiguous_buf_infos(), WORKS),
     # PagePool.
     "PagePool.alloc": Entry(lambda w: w.pages.alloc(), WORKS),
     "PagePool.free": Entry(lambda w: w.pages.free(w.page_number), WORKS),
