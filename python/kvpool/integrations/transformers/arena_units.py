@@ -80,7 +80,8 @@ class Pages:
             units = self._indices(pages, states)[:, at // self._entries - pages.start]
             self.buffers[plane][units, at % self._entries] = states[:, start - before.stop :]
         self.lengths[plane] = length
-        if all(length == other for other in self.lengths.values()):
+        # From the last, which is behind until the end of the pass.
+        if all(length == other for other in reversed(self.lengths.values())):
             self.trim(length)
         return kept
 
