@@ -257,6 +257,19 @@ def test_the_command_prints_an_arena(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["arena"]["least_bytes"] == read_layout(path).request_bytes(LEAST_TOKENS)
 
 
+def test_pools_are_planned_where_no_arena_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PUBLISHED_2026["gemma-3-27b-it"]), encoding="utf-8")
+    arguments = ["plan", str(path), "--memory", "19000000", "--context", "16", "--step-tokens", "16"]
+    assert main([*arguments, "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["arena"] is None
+    assert found["size"] == 16
+    assert any("no arena: an arena of 19000000 bytes is too small" in note for note in found["notes"])
+    assert main([*arguments, "--device", "cpu"]) == 0
+    assert "kvpool, one arena" not in capsys.readouterr().out
+
+
 def test_the_command_takes_the_dtype_of_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(PUBLISHED_2026["Qwen3-Next-80B-A3B"]), encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ from kvpool.tools.units import parse_bytes
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+
+    from kvpool.tools.plan.arena import ArenaPlan
+    from kvpool.tools.plan.solver import Plan
 
 DESCRIPTION = """\
 Compute how many tokens and requests of a model fit into memory, and print the
@@ -127,18 +131,29 @@ def run(options: Namespace) -> int:
     except ConfigError as error:
         refuse(str(error))
     try:
-        model = read_model(options.config)
-        pools = make_plan(model, config) if needs_arena(model) is None else None
-        arena = make_arena_plan(model, config)
+        pools, arena = _plans(options.config, config)
     except (ConfigError, OSError) as error:
         fail(str(error))
     if options.json:
         found = {} if pools is None else pools.as_json()
-        sys.stdout.write(json.dumps({**found, "arena": arena.as_json()}) + "\n")
+        sys.stdout.write(json.dumps({**found, "arena": arena and arena.as_json()}) + "\n")
         return 0
     from kvpool.tools.plan.report import print_arena, print_plan  # noqa: PLC0415 - of an extra
 
-    print_arena(arena)
+    if arena is not None:
+        print_arena(arena)
     if pools is not None:
         print_plan(pools)
     return 0
+
+
+def _plans(path: Path, config: PlanConfig) -> tuple[Plan | None, ArenaPlan | None]:
+    """Return the pools and the arena of a model: one of them, if the other has no room or no place for it."""
+    model = read_model(path)
+    if needs_arena(model) is not None:
+        return None, make_arena_plan(model, config)
+    pools = make_plan(model, config)
+    try:
+        return pools, make_arena_plan(model, config)
+    except ConfigError as error:
+        return replace(pools, notes=(*pools.notes, f"no arena: {error}")), None
