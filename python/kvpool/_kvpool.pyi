@@ -3159,9 +3159,9 @@ class CacheArena(Pool):
     The region is cut into slabs of equal size. A slab belongs to one group while a unit in it is in use, then to whoever
     needs it. Units never move. Every plane of every layer is one tensor over the whole region, in which a unit has the
     same number in all layers, unless it is a state that is placed layer by layer (`slabs.by_layer`), which has a number
-    for each: kernels see a large page table with gaps in its numbers. Tensors of different groups
-    overlap as descriptions, never in units that are in use. The first slab is padding: unit 0 of every group is in it,
-    and padded tokens may be written there.
+    for each: kernels see a large page table with gaps in its numbers. Tensors of different groups overlap as
+    descriptions, never in units that are in use. The first slab is padding: unit 0 of every group is in it, and padded
+    tokens may be written there.
 
     Units are numbers on the host, as those of `ReqToTokenPool` are. Calls are thread-safe and atomic, and make no
     CUDA call. The memory is zeroed at construction, on the stream that is current then; units are not zeroed again.
@@ -3251,9 +3251,8 @@ class CacheArena(Pool):
 
         Returns:
             `[units, entries, *shape]`, or `[units, *shape]` for states; one tensor for all layers of a state that is placed
-            layer by layer. Dimension 0 is indexed by the numbers of units; its
-            stride is the bytes of a unit, larger where planes lie side by side. Units of other groups are in it too: do
-            not write where this group has none.
+            layer by layer. Dimension 0 is indexed by the numbers of units; its stride is the bytes of a unit, larger where
+            planes lie side by side. Units of other groups are in it too: do not write where this group has none.
 
         Raises:
             ArgumentError: If there is no such group or plane.
@@ -3273,7 +3272,10 @@ class CacheArena(Pool):
         Raises:
             StateError: If it is inconsistent.
         """
-    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]: ...
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Returns the addresses, the bytes and the bytes of an item of the memory, for transfer engines: one buffer, whose
+        items are slabs.
+        """
     def mem_bytes(self) -> int:
         """Bytes of all slabs."""
     def stats(self) -> ArenaStats:
