@@ -60,6 +60,8 @@ pub struct Slabs {
     empty: Bitmap,
     /// Free units of slabs that have a group: unit `i` of slab `s` is `s * places + i`.
     free: Bitmap,
+    /// Live units of a planner or a prefix cache, which [`Slabs::free`] refuses.
+    held: Bitmap,
     /// The most units of a slab, whatever its group.
     places: usize,
     groups: Vec<SlabGroupState>,
@@ -132,6 +134,7 @@ impl Slabs {
             all: try_collect((0..count).map(|_| Slab::default()))?,
             empty,
             free: Bitmap::new(widen(count) * places)?,
+            held: Bitmap::new(widen(count) * places)?,
             places,
             groups: groups.iter().map(state).collect(),
             high_water: 0,
@@ -216,6 +219,81 @@ impl Slabs {
         Ok(Some(taken))
     }
 
+    /// Works like [`Slabs::alloc`], for a planner or a prefix cache: only [`Slabs::free_held`] frees these units.
+    ///
+    /// # Errors
+    /// See [`Slabs::alloc`].
+    ///
+    /// ```
+    /// # use kvpool::index::{BadFree, OnBadFree, SlabUnits, Slabs};
+    /// let mut slabs = Slabs::new(2, &[SlabUnits { units: 4, numbers: 4, floor: 0 }]).unwrap();
+    /// assert_eq!(slabs.alloc_held(&[1]).unwrap(), Some(vec![vec![4]]));
+    /// let bad = slabs.free(0, &[4], OnBadFree::Report).unwrap();
+    /// assert_eq!(bad.first(), [(4, BadFree::OtherOwner)]);
+    /// slabs.free_held(0, &[4]);
+    /// assert_eq!(slabs.empty(), 1);
+    /// ```
+    pub fn alloc_held(&mut self, wanted: &[usize]) -> Result<Option<Vec<Vec<u32>>>> {
+        let taken = self.alloc(wanted)?;
+        for (group, units) in taken.iter().flatten().enumerate() {
+            for &unit in units {
+                let place = self.place(group, unit);
+                self.held.insert(place);
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Makes units that [`Slabs::alloc`] handed out those of a prefix cache, as [`Slabs::alloc_held`] does.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for a unit that is not in use, or is
+    /// held by another; nothing is changed.
+    pub fn hold(&mut self, group: usize, units: &[u32]) -> Result<()> {
+        let mut bad = BadFrees::default();
+        for (at, &unit) in units.iter().enumerate() {
+            match self.reason(group, unit.into()) {
+                Err(reason) => bad.add(unit.into(), reason, 1),
+                Ok(_) if units[..at].contains(&unit) => bad.add(unit.into(), BadFree::NamedTwice, 1),
+                Ok(_) => (),
+            }
+        }
+        let _ = on_bad_frees(bad, OnBadFree::Fail, "unit", units.len(), self.capacity())?;
+        for &unit in units {
+            let place = self.place(group, unit);
+            self.held.insert(place);
+        }
+        Ok(())
+    }
+
+    /// Frees units of [`Slabs::alloc_held`] and [`Slabs::hold`].
+    ///
+    /// # Panics
+    /// If one of them is not held: its holder has lost count.
+    pub fn free_held(&mut self, group: usize, units: &[u32]) {
+        let numbers = self.groups[group].units.numbers;
+        for freed in units.chunk_by(|one, other| one / numbers == other / numbers) {
+            for &unit in freed {
+                let place = self.place(group, unit);
+                assert!(self.held.contains(place), "unit {unit} of group {group} is not held");
+                self.held.remove(place);
+            }
+            self.give_back(group, freed);
+        }
+    }
+
+    /// Returns the number of units of planners and prefix caches.
+    #[must_use]
+    pub const fn held(&self) -> usize {
+        self.held.len()
+    }
+
+    /// Returns the place of a unit of a group among those of all slabs.
+    fn place(&self, group: usize, unit: u32) -> usize {
+        let numbers = self.groups[group].units.numbers;
+        widen(unit / numbers) * self.places + widen(unit % numbers)
+    }
+
     /// Takes units, for which there are slabs.
     fn take(&mut self, group: usize, mut count: usize, taken: &mut Vec<u32>) {
         let Self { all, empty, free, places, groups, .. } = self;
@@ -295,10 +373,11 @@ impl Slabs {
         match self.all.get(widen(slab)) {
             None => Err(BadFree::OutOfRange),
             Some(_) if slab == 0 => Err(BadFree::Padding),
-            Some(owned) if owned.group == Some(group) && place < units && !self.is_free(slab, place) => {
-                Ok(unit)
+            Some(owned) if owned.group != Some(group) || place >= units || self.is_free(slab, place) => {
+                Err(BadFree::NotAllocated)
             }
-            Some(_) => Err(BadFree::NotAllocated),
+            Some(_) if self.held.contains(self.place(group, unit)) => Err(BadFree::OtherOwner),
+            Some(_) => Ok(unit),
         }
     }
 
@@ -338,6 +417,7 @@ impl Slabs {
         self.all.fill(Slab::default());
         self.empty.insert_run(1, self.all.len() - 1);
         self.free.clear();
+        self.held.clear();
         for SlabGroupState { counts, partial, .. } in &mut self.groups {
             partial.clear();
             *counts = SlabCounts {
@@ -390,6 +470,11 @@ impl Slabs {
             }
         }
         let ready: usize = self.groups.iter().map(|state| state.counts.ready).sum();
+        let is_held_free =
+            |(start, len): (usize, usize)| (start..start + len).any(|at| self.free.contains(at));
+        if self.held.runs().any(is_held_free) {
+            return Some("a unit is free and held".to_owned());
+        }
         let is_consistent = self.empty.is_consistent() && self.free.is_consistent();
         (!is_consistent || self.free.len() != ready)
             .then(|| format!("{} units are listed as free", self.free.len()))

@@ -1,15 +1,15 @@
 //! One region for everything that a model keeps: the units of all groups of a layout, in slabs.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::base::bounded::{narrow, signed};
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{Device, Dims, Error, Result, contiguous_strides, widen};
+use crate::base::{Device, Dims, Epoch, Error, Result, contiguous_strides, widen};
 use crate::index::{BadFrees, OnBadFree, SlabCounts, SlabUnits, Slabs};
 use crate::kernels::BufferInfo;
 use crate::layout::{CacheLayout, SlabLayout, SlabOptions};
-use crate::memory::{Backend, Region};
+use crate::memory::{Backend, Region, Stream};
 use crate::tensor::TensorView;
 
 use super::contract::{Pool, Stats};
@@ -63,7 +63,29 @@ pub struct CacheArena {
     config: CacheArenaConfig,
     slabs: SlabLayout,
     region: Arc<Region>,
-    owners: RankedMutex<Slabs>,
+    owners: RankedMutex<Owners>,
+    reclaim: RankedMutex<Vec<Weak<dyn ReclaimUnits>>>,
+}
+
+/// The ownership of an arena's slabs.
+#[derive(Debug)]
+struct Owners {
+    slabs: Slabs,
+    /// Ends when all units are freed at once.
+    epoch: Epoch,
+}
+
+/// A holder of units of a [`CacheArena`] that can free some on demand, such as a prefix cache.
+///
+/// An arena calls it without holding a lock, from the threads that are short, possibly several at once. It may use
+/// the arena.
+pub trait ReclaimUnits: Send + Sync {
+    /// Frees units that it holds until `wanted`, one number of units' numbers a group, fits the arena
+    /// ([`CacheArena::missing`] is 0), or nothing more can be freed. Returns whether it freed any.
+    ///
+    /// # Errors
+    /// The call that was short returns the error.
+    fn reclaim_units(&self, wanted: &[usize], stream: Stream) -> Result<bool>;
 }
 
 impl fmt::Debug for CacheArena {
@@ -99,8 +121,10 @@ impl CacheArena {
         // Before the memory: its errors are about arguments.
         let owners = Slabs::new(narrow(slabs.slabs()), &units)?;
         let region = Arc::new(Region::new(Arc::clone(backend), slabs.bytes())?);
-        let owners = RankedMutex::new(LockRank::CacheArena, owners);
-        Ok(Self { config: config.clone(), slabs, region, owners })
+        let owners =
+            RankedMutex::new(LockRank::CacheArena, Owners { slabs: owners, epoch: Epoch::default() });
+        let reclaim = RankedMutex::new(LockRank::Reclaimers, Vec::new());
+        Ok(Self { config: config.clone(), slabs, region, owners, reclaim })
     }
 
     /// Returns the config of the arena.
@@ -139,13 +163,56 @@ impl CacheArena {
         std::iter::once(BufferInfo { address, bytes: self.mem_bytes(), row_bytes: self.slabs.slab_bytes() })
     }
 
-    fn owners(&self) -> RankedGuard<'_, Slabs> {
+    fn owners(&self) -> RankedGuard<'_, Owners> {
         self.owners.lock()
+    }
+
+    /// Has `reclaim` asked when a call is short, as long as it lives.
+    pub fn on_shortage(&self, reclaim: &Arc<dyn ReclaimUnits>) {
+        self.reclaim.lock().push(Arc::downgrade(reclaim));
+    }
+
+    /// Asks the registered [`ReclaimUnits`] to free what is missing for `wanted`, numbers of units by group. Returns
+    /// whether it fits now. The caller holds no lock.
+    ///
+    /// # Errors
+    /// The first error of a holder.
+    pub(super) fn reclaim(&self, wanted: &[usize], stream: Stream) -> Result<bool> {
+        let holders = {
+            let mut holders = self.reclaim.lock();
+            holders.retain(|holder| holder.strong_count() > 0);
+            holders.clone()
+        };
+        for holder in holders.iter().filter_map(Weak::upgrade) {
+            if self.missing(wanted) == 0 {
+                break;
+            }
+            holder.reclaim_units(wanted, stream)?;
+        }
+        Ok(self.missing(wanted) == 0)
+    }
+
+    /// Returns the number of empty slabs that are missing for `wanted`, numbers of units by group.
+    #[must_use]
+    pub fn missing(&self, wanted: &[usize]) -> usize {
+        self.owners().slabs.missing(wanted)
+    }
+
+    /// Calls `act` with the ownership of slabs, under the lock of the arena. `None` if `epoch` is over: all units
+    /// have been freed since.
+    pub(super) fn in_epoch<R>(&self, epoch: Epoch, act: impl FnOnce(&mut Slabs) -> R) -> Option<R> {
+        let mut owners = self.owners();
+        (owners.epoch == epoch).then(|| act(&mut owners.slabs))
+    }
+
+    /// Returns the epoch, which ends when all units are freed at once.
+    pub(super) fn epoch(&self) -> Epoch {
+        self.owners().epoch
     }
 
     /// Calls `read` with the ownership of slabs, under the lock of the arena.
     pub fn with_slabs<R>(&self, read: impl FnOnce(&Slabs) -> R) -> R {
-        read(&self.owners())
+        read(&self.owners().slabs)
     }
 
     /// Returns the numbers that one unit of a group takes: one, or one a layer if it is placed layer by layer.
@@ -165,7 +232,12 @@ impl CacheArena {
     pub fn alloc(&self, wanted: &[usize]) -> Result<Option<Vec<Vec<u32>>>> {
         let numbers = self.numbers(wanted)?;
         let Some(numbers) = numbers else { return Ok(None) };
-        self.owners().alloc(&numbers)
+        loop {
+            let taken = self.owners().slabs.alloc(&numbers)?;
+            if taken.is_some() || !self.reclaim(&numbers, Stream::default_of(self.device()))? {
+                return Ok(taken);
+            }
+        }
     }
 
     /// Returns whether [`Self::alloc`] would succeed.
@@ -174,7 +246,7 @@ impl CacheArena {
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if there is not one number for each group.
     pub fn fits(&self, wanted: &[usize]) -> Result<bool> {
         let numbers = self.numbers(wanted)?;
-        Ok(numbers.is_some_and(|numbers| self.owners().missing(&numbers) == 0))
+        Ok(numbers.is_some_and(|numbers| self.missing(&numbers) == 0))
     }
 
     /// Returns the numbers that units take, or `None` if they are more than any arena has.
@@ -201,12 +273,14 @@ impl CacheArena {
     /// strict; nothing is changed.
     pub fn free(&self, group: usize, numbers: &[i64]) -> Result<BadFrees> {
         self.check_group(group)?;
-        self.owners().free(group, numbers, OnBadFree::of(self.config.strict))
+        self.owners().slabs.free(group, numbers, OnBadFree::of(self.config.strict))
     }
 
-    /// Frees all units of all groups.
+    /// Frees all units of all groups, those of planners and prefix caches too.
     pub fn clear(&self) {
-        self.owners().clear();
+        let mut owners = self.owners();
+        owners.slabs.clear();
+        owners.epoch = owners.epoch.next();
     }
 
     fn check_group(&self, group: usize) -> Result<()> {
@@ -223,8 +297,7 @@ impl CacheArena {
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a group that does not exist.
     pub fn group_counts(&self, group: usize) -> Result<(SlabCounts, usize)> {
         self.check_group(group)?;
-        let owners = self.owners();
-        Ok((owners.counts(group), owners.available(group)))
+        Ok(self.with_slabs(|slabs| (slabs.counts(group), slabs.available(group))))
     }
 
     /// Returns a plane of a layer of a group as one tensor over the arena, `[units, entries, *shape]`, without a copy;
@@ -291,12 +364,13 @@ impl Pool for CacheArena {
 
     fn stats(&self) -> Stats {
         let (groups, owners) = (self.layout().groups().len(), self.owners());
-        let counts = || (0..groups).map(|group| owners.counts(group));
+        let slabs = &owners.slabs;
+        let counts = || (0..groups).map(|group| slabs.counts(group));
         Stats::from([
-            ("capacity", owners.capacity()),
-            ("available", owners.empty()),
-            ("in_use", owners.capacity() - owners.empty()),
-            ("high_water", owners.high_water()),
+            ("capacity", slabs.capacity()),
+            ("available", slabs.empty()),
+            ("in_use", slabs.capacity() - slabs.empty()),
+            ("high_water", slabs.high_water()),
             ("units_in_use", counts().map(|counts| counts.in_use).sum()),
             ("dropped_frees", counts().map(|counts| counts.dropped_frees).sum()),
             ("bytes", self.mem_bytes()),

@@ -38,7 +38,7 @@ mod workspace;
 
 pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix};
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
-pub use cache_arena::{CacheArena, CacheArenaConfig};
+pub use cache_arena::{CacheArena, CacheArenaConfig, ReclaimUnits};
 pub(crate) use cached_slots::CachedSlots;
 pub use chunk_pool::{Attempt, ChunkConfig, ChunkPool};
 pub use contract::{Occupancy, Piece, Pool, Stats};
