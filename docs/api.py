@@ -51,7 +51,11 @@ PAGES = (
         "Layouts and the arena",
         ("CacheLayout", "Group", "Plane", "CacheArena", "SlabLayout", "models.*"),
     ),
-    Page("step-planning", "Planning a step", ("BatchPlanner", "BatchPlan", "HostPlan")),
+    Page(
+        "step-planning",
+        "Planning a step",
+        ("BatchPlanner", "BatchPlan", "HostPlan", "ArenaPlanner", "ArenaPlan", "GroupPlan"),
+    ),
     Page(
         "cached-prefixes",
         "The prefix cache",

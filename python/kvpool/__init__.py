@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from kvpool import _fork  # noqa: F401 - registers its handlers
 from kvpool._kvpool import (
+    ArenaPlan,
+    ArenaPlanner,
     BatchPlan,
     BatchPlanner,
     Buffer,
@@ -30,6 +32,7 @@ from kvpool._kvpool import (
     FileStore,
     GDNPool,
     Group,
+    GroupPlan,
     HostPlan,
     HostTier,
     KVPool,
@@ -80,6 +83,8 @@ if TYPE_CHECKING:
     from kvpool.observe.snapshot_file import snapshot
 
 __all__ = [
+    "ArenaPlan",
+    "ArenaPlanner",
     "ArgumentError",
     "BackendUnavailableError",
     "BatchPlan",
@@ -98,6 +103,7 @@ __all__ = [
     "FileStore",
     "GDNPool",
     "Group",
+    "GroupPlan",
     "HostPlan",
     "HostTier",
     "IndexOwnershipError",

@@ -53,6 +53,8 @@ __all__ = [
     "_ERROR_CLASSES",
     "_STORAGE_DTYPES",
     "AddressSpace",
+    "ArenaPlan",
+    "ArenaPlanner",
     "BatchPlan",
     "BatchPlanner",
     "Block",
@@ -72,6 +74,7 @@ __all__ = [
     "FreeGroup",
     "GDNPool",
     "Group",
+    "GroupPlan",
     "HostPlan",
     "HostTier",
     "HybridFrees",
@@ -1649,7 +1652,7 @@ class GDNPool(Pool):
 
         Args:
             src: An int, or ints in a tensor, an array or a sequence.
-            dst: Indices, as many as `src`. For a slot listed twice, the last copy wins.
+            dst: IndicesLike, as many as `src`. For a slot listed twice, the last copy wins.
 
         Raises:
             IndexError: If a slot is outside of the pool. Nothing is copied.
@@ -3283,6 +3286,301 @@ class CacheArena(Pool):
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
         `TierStats`.
+        """
+
+@final
+class ArenaPlanner:
+    """Plans the steps of a scheduler over a `CacheArena`: one call takes the units of a whole batch in every group of the
+    layout, and builds the metadata that attention and state kernels read.
+
+    A request is a row, from `alloc` to `finish`. The planner tracks how many of its tokens have units, and owns these units:
+    `CacheArena.free` refuses them. `seq_lens` always include the new tokens; a length that does not follow from the
+    request's current length is an error. A request has units of pages in the order of its tokens, and one unit of each
+    group of states, from its first `extend` on; states are not zeroed.
+
+    `extend` and `decode` first free the units that no new token sees: those behind the window, or of earlier chunks, of the
+    first new token. Sinks stay. These units may be handed out by the same step: what reads them must have been enqueued
+    before, on the stream of the step or one that the stream waits for. Then they take units of all groups, or return
+    `None` and take none.
+
+    A step is one pass on the host. On a GPU it is one launch on the current stream, preceded by a copy to the device if it
+    has more numbers than a launch takes. It waits only if the host is many large steps ahead. All calls are atomic and
+    thread-safe.
+
+    Args:
+        arena: The arena of the units. The arrays are on its device.
+        max_requests: Maximum number of requests at once.
+        max_context_len: Maximum number of tokens of a request.
+        max_batch_size: Maximum number of requests in a batch, including padding.
+        max_tokens: Maximum number of new tokens in a batch, including padding.
+        kv_indices: Whether to build FlashInfer's `kv_indices`, which take memory for `max_batch_size` requests of full
+            length in each group.
+        block_table: Whether to build the block tables of FlashAttention and vLLM, which take as much memory again.
+
+    Raises:
+        ConfigError: If a size is below 1, or numbers may be beyond int32.
+        OutOfMemoryError: If there is not enough memory.
+    """
+
+    def __new__(
+        cls,
+        arena: CacheArena,
+        max_requests: SupportsIndex,
+        max_context_len: SupportsIndex,
+        max_batch_size: SupportsIndex,
+        max_tokens: SupportsIndex,
+        *,
+        kv_indices: bool = True,
+        block_table: bool = True,
+    ) -> ArenaPlanner: ...
+    @property
+    def arena(self) -> CacheArena:
+        """The arena of the units."""
+    @property
+    def max_requests(self) -> int:
+        """Maximum number of requests at once."""
+    @property
+    def max_context_len(self) -> int:
+        """Maximum number of tokens of a request."""
+    @property
+    def max_batch_size(self) -> int:
+        """Maximum number of requests in a batch, including padding."""
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of new tokens in a batch, including padding."""
+    @property
+    def device(self) -> str:
+        """The device of the tensors, in PyTorch's notation, such as "cuda:0"."""
+    def alloc(self, n: SupportsIndex = 1) -> list[int] | None:
+        """Takes rows for requests without tokens.
+
+        Args:
+            n: How many.
+
+        Returns:
+            A list of row numbers, or `None` if there are fewer free rows.
+
+        Raises:
+            ArgumentError: If `n` is negative.
+        """
+    def extend(
+        self, req_pool_indices: IndicesLike, prefix_lens: IndicesLike, seq_lens: IndicesLike
+    ) -> ArenaPlan | None:
+        """Takes the units for positions `[prefix, seq)` of each request in every group: a prefill, whole or chunked.
+
+        Args:
+            req_pool_indices: Request rows, ints `[bs]`.
+            prefix_lens: Tokens that each request has now, ints `[bs]`.
+            seq_lens: Tokens that each request will have, ints `[bs]`.
+
+        Returns:
+            An `ArenaPlan`, or `None` if a group is short of units: then nothing is taken.
+
+        Raises:
+            ArgumentError: If the arguments differ in length, a length does not follow from the request's current length,
+                a row is listed twice, or the batch exceeds the planner's limits.
+            IndexError: If a row or a length is beyond the planner's.
+            IndexOwnershipError: If a row is not allocated.
+            StaleError: If the arena was cleared since a request, which is not extended from 0, took its units.
+            DriverError: If a driver call fails, or the stream is being captured.
+        """
+    def decode(
+        self,
+        req_pool_indices: IndicesLike,
+        seq_lens: IndicesLike,
+        tokens_per_req: SupportsIndex = 1,
+        *,
+        pad_to: IndicesLike | None = None,
+    ) -> ArenaPlan | None:
+        """Takes the units for the next tokens of each request: `extend` from `seq_lens - tokens_per_req` to `seq_lens`.
+
+        Args:
+            req_pool_indices: Request rows, ints `[bs]`.
+            seq_lens: Tokens that each request will have, including the new ones, ints `[bs]`.
+            tokens_per_req: New tokens per request. Use more than one for speculative decoding, and `truncate` to free the
+                rejected ones.
+            pad_to: Batch sizes of CUDA graphs, an int or a sequence. The batch is padded to the smallest size that it fits.
+                A padding request has row 0, the padding unit in every group, and `tokens_per_req` tokens, all new and at
+                slot 0 (-1 in `slot_mapping`).
+
+        Returns:
+            An `ArenaPlan`, or `None` if a group is short of units.
+
+        Raises:
+            ArgumentError: As in `extend`; also if the batch exceeds every size of `pad_to`.
+            IndexError: As in `extend`.
+            IndexOwnershipError: As in `extend`.
+            StaleError: If the arena was cleared since a request took its units.
+            DriverError: As in `extend`.
+        """
+    def truncate(self, req_pool_indices: IndicesLike, seq_lens: IndicesLike) -> None:
+        """Shrinks requests, for example by rejected tokens, and frees the units of the others. What a state has seen stays in it.
+
+        Args:
+            req_pool_indices: Request rows, ints `[bs]`.
+            seq_lens: Tokens that each request keeps, ints `[bs]`.
+
+        Raises:
+            ArgumentError: If a request has fewer tokens, if the next token would see tokens whose units were freed behind a
+                window, or a row is listed twice. Nothing is changed.
+            IndexError: If a row is beyond the planner's.
+            IndexOwnershipError: If a row is not allocated.
+            StaleError: As in `decode`.
+        """
+    def finish(self, req_pool_indices: IndicesLike, seq_lens: IndicesLike | None = None) -> None:
+        """Frees the units and the rows of requests.
+
+        Args:
+            req_pool_indices: Request rows, ints `[bs]`.
+            seq_lens: Tokens of each request, ints `[bs]`. Only checked.
+
+        Raises:
+            ArgumentError: If a length differs from the request's, or a row is listed twice. Nothing is changed.
+            IndexError: If a row is beyond the planner's.
+            IndexOwnershipError: If a row is not allocated. Nothing is changed.
+        """
+    def seq_len(self, req_pool_idx: SupportsIndex) -> int:
+        """Returns the number of tokens of a request that have units.
+
+        Raises:
+            IndexError: If the row is beyond the planner's.
+            IndexOwnershipError: If the row is not allocated.
+        """
+    def units(self, req_pool_idx: SupportsIndex, group: str) -> dict[int, int]:
+        """Returns the units of a request in a group by position: a page's number in the request, or a number of a state.
+
+        Raises:
+            ArgumentError: If there is no such group.
+            IndexError: If the row is beyond the planner's.
+            IndexOwnershipError: If the row is not allocated.
+        """
+    def verify(self) -> None:
+        """Checks the bookkeeping.
+
+        Raises:
+            StateError: If it is inconsistent.
+        """
+    def stats(self) -> dict[str, int]:
+        """Returns the statistics of this planner: `rows` in use, `requests` with units, their `tokens`, `plans` so far,
+        `max_requests`, `max_batch_size`, `max_tokens`, and `bytes` of the arrays on its device.
+        """
+
+@final
+class ArenaPlan:
+    """A planned step over a layout: the arrays that do not depend on a group, and those of each group.
+
+    The tensors are int32 views of the planner's memory, on its device and at the same addresses in every plan. They are valid
+    on the stream that was current in the planning call. The next plan of the planner overwrites them, and getters of this
+    plan then raise `StaleError`. `B` is the padded number of requests, `T` the padded number of new tokens.
+    """
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Positions of the new tokens in their requests, `[T]`."""
+    @property
+    def req_pool_indices(self) -> torch.Tensor:
+        """Rows of the requests, `[B]`; 0 for padding."""
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """Tokens of each request, including the new ones, `[B]`."""
+    @property
+    def cache_seqlens(self) -> torch.Tensor:
+        """The same tensor as `seq_lens`, by FlashAttention's name (`flash_attn_with_kvcache`)."""
+    @property
+    def qo_indptr(self) -> torch.Tensor:
+        """Offsets of the new tokens of each request, ending with their total, `[B + 1]` (FlashInfer)."""
+    @property
+    def cu_seqlens_q(self) -> torch.Tensor:
+        """The same tensor as `qo_indptr`, by FlashAttention's name (`flash_attn_varlen_func`)."""
+    @property
+    def batch_size(self) -> int:
+        """Number of requests, without padding."""
+    @property
+    def padded_batch_size(self) -> int:
+        """Number of requests, including padding: `B`."""
+    @property
+    def num_tokens(self) -> int:
+        """Number of new tokens, without padding."""
+    @property
+    def padded_num_tokens(self) -> int:
+        """Number of new tokens, including padding: `T`."""
+    @property
+    def max_seqlen_q(self) -> int:
+        """Largest number of new tokens of a request (FlashAttention's name)."""
+    @property
+    def max_seqlen_k(self) -> int:
+        """Largest number of tokens of a request (FlashAttention's name)."""
+    def group(self, name: str) -> GroupPlan:
+        """Returns the arrays of a group.
+
+        Args:
+            name: Name of the group.
+
+        Raises:
+            ArgumentError: If there is no such group.
+        """
+    def host(self, name: str) -> npt.NDArray[np.int32]:
+        """Returns an array of this plan in host memory, a read-only NumPy array: on the CPU over the planner's
+        memory, from a GPU a copy that needs no transfer. Without NumPy it is a `kvpool.Tensor`.
+
+        Args:
+            name: Name of the array.
+
+        Raises:
+            ArgumentError: If there is no such array.
+            StaleError: After a later plan.
+        """
+
+@final
+class GroupPlan:
+    """The arrays of a group in a planned step: those of pages, or those of states.
+
+    The tensors are as those of `ArenaPlan`, int32 (`slot_mapping`: int64). A slot is an entry of a unit: `unit * entries +
+    entry`, the row of the group's buffers with the first two dimensions flattened. An entry of several tokens is complete
+    with its last token, and has its slot there.
+    """
+
+    @property
+    def out_cache_loc(self) -> torch.Tensor | None:
+        """Slots of the entries that the new tokens complete, `[T]`, one request after the other; 0 for the other tokens and
+        for padding (SGLang's name). `None` for states.
+        """
+    @property
+    def slot_mapping(self) -> torch.Tensor | None:
+        """The same slots, int64 `[T]`; -1 in place of 0, which vLLM's kernels skip. `None` for states."""
+    @property
+    def kv_indptr(self) -> torch.Tensor | None:
+        """Offsets of the units of each request in `kv_indices`, ending with their total, `[B + 1]` (FlashInfer). `None` for
+        states.
+        """
+    @property
+    def kv_indices(self) -> torch.Tensor | None:
+        """The units with entries of all requests, one request after the other, `[kv_indptr[-1]]`: sinks, then those that
+        the new tokens see, from the first new token on (FlashInfer). `None` for states, and if the planner does not
+        build it.
+        """
+    @property
+    def kv_last_page_len(self) -> torch.Tensor | None:
+        """Entries in the last unit of each request, `[B]`; 0 for a request without entries (FlashInfer). `None` for states."""
+    @property
+    def block_table(self) -> torch.Tensor | None:
+        """The units of each request by position, `[B, ceil(max_context_len / tokens of a unit)]`, 0 for those that it
+        does not have or has no more (FlashAttention and vLLM). `None` for states, and if the planner does not build it.
+        """
+    @property
+    def state_indices(self) -> torch.Tensor | None:
+        """The unit of each request's state, `[N, B]`; 0 for padding. `N` is 1, or the number of layers if the group is
+        placed layer by layer (`SlabLayout.by_layer`). `None` for pages.
+        """
+    def host(self, name: str) -> npt.NDArray[Any] | None:
+        """Returns an array of this group in host memory, as `ArenaPlan.host`; `None` where the tensor is `None`.
+
+        Args:
+            name: Name of the array.
+
+        Raises:
+            ArgumentError: If there is no such array.
+            StaleError: After a later plan; on a GPU also after `truncate` and `finish`.
         """
 
 @final

@@ -11,6 +11,7 @@
 //! | tokens and pages of each request | [`Requests`], [`PageList`] |
 //! | single indices with a reference count | [`RefCounts`] |
 //! | pages and states of several groups in slabs of one size | [`Slabs`] |
+//! | units of each request in each of these groups | [`UnitTables`] |
 //! | buffers by size class | [`Buckets`] |
 //! | byte ranges of memory | [`AddressSpace`] |
 //! | a free list or a set of integers to build on | [`FreeList`], [`Bitmap`] |
@@ -41,6 +42,7 @@ mod runs;
 mod slabs;
 mod slot_allocator;
 mod slot_list;
+mod unit_tables;
 
 pub use address_space::AddressSpace;
 pub use bad_frees::{BadFree, BadFrees, OnBadFree, on_bad_frees};
@@ -62,3 +64,4 @@ pub use runs::{ascending_runs, for_each_run};
 pub use slabs::{SlabCounts, SlabUnits, Slabs};
 pub use slot_allocator::{FenceId, Held, SlotAllocator, SlotStats};
 pub use slot_list::SlotList;
+pub use unit_tables::{KeptUnits, MissingUnits, UnitGrowth, UnitRule, UnitTables};

@@ -69,6 +69,15 @@ pub struct Slabs {
     high_water: usize,
 }
 
+/// Adds a run to a set; most are of one member.
+fn insert(set: &mut Bitmap, start: usize, len: usize) {
+    if len == 1 {
+        set.insert(start);
+    } else {
+        set.insert_run(start, len);
+    }
+}
+
 #[derive(Clone, Copy, Debug, Default)]
 struct Slab {
     /// The group that has the slab, while a unit of it is live.
@@ -230,15 +239,15 @@ impl Slabs {
     /// assert_eq!(slabs.alloc_held(&[1]).unwrap(), Some(vec![vec![4]]));
     /// let bad = slabs.free(0, &[4], OnBadFree::Report).unwrap();
     /// assert_eq!(bad.first(), [(4, BadFree::OtherOwner)]);
-    /// slabs.free_held(0, &[4]);
+    /// slabs.free_held(0, &mut [4]);
     /// assert_eq!(slabs.empty(), 1);
     /// ```
     pub fn alloc_held(&mut self, wanted: &[usize]) -> Result<Option<Vec<Vec<u32>>>> {
         let taken = self.alloc(wanted)?;
         for (group, units) in taken.iter().flatten().enumerate() {
-            for &unit in units {
-                let place = self.place(group, unit);
-                self.held.insert(place);
+            for run in units.chunk_by(|one, other| one + 1 == *other) {
+                let place = self.place(group, run[0]);
+                insert(&mut self.held, place, run.len());
             }
         }
         Ok(taken)
@@ -266,18 +275,28 @@ impl Slabs {
         Ok(())
     }
 
-    /// Frees units of [`Slabs::alloc_held`] and [`Slabs::hold`].
+    /// Frees units of [`Slabs::alloc_held`] and [`Slabs::hold`], and sorts them: units of a slab are freed together.
     ///
     /// # Panics
     /// If one of them is not held: its holder has lost count.
-    pub fn free_held(&mut self, group: usize, units: &[u32]) {
+    pub fn free_held(&mut self, group: usize, units: &mut [u32]) {
         let numbers = self.groups[group].units.numbers;
+        if !units.is_sorted() {
+            units.sort_unstable();
+        }
         for freed in units.chunk_by(|one, other| one / numbers == other / numbers) {
-            for &unit in freed {
-                let place = self.place(group, unit);
-                assert!(self.held.contains(place), "unit {unit} of group {group} is not held");
-                self.held.remove(place);
+            let before = self.held.len();
+            for run in freed.chunk_by(|one, other| one + 1 == *other) {
+                let place = self.place(group, run[0]);
+                match run {
+                    [_] => self.held.remove(place),
+                    _ => self.held.remove_run(place, run.len()),
+                }
             }
+            assert!(
+                before - self.held.len() == freed.len(),
+                "units of group {group} in {freed:?} are not held"
+            );
             self.give_back(group, freed);
         }
     }
@@ -392,8 +411,8 @@ impl Slabs {
         let number = freed[0] / units.numbers;
         let (slab, first) = (&mut self.all[widen(number)], widen(number) * self.places);
         let before = units.units - slab.live;
-        for unit in freed {
-            self.free.insert(first + widen(unit % units.numbers));
+        for run in freed.chunk_by(|one, other| one + 1 == *other) {
+            insert(&mut self.free, first + widen(run[0] % units.numbers), run.len());
         }
         slab.live -= narrow(freed.len());
         counts.in_use -= freed.len();

@@ -31,7 +31,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # The modules, with the versions of their PTX.
 MODULES = {"plan": "8.0", "plan_long": "8.1", "rows": "8.0", "table": "8.0"}
-HEADERS = ("convert.cuh", "params.cuh", "plan.cuh")
+HEADERS = ("convert.cuh", "params.cuh", "plan.cuh", "unit_plan.cuh")
 # The conversions rely on IEEE 754: no fused or approximate operations, no subnormals flushed to zero.
 OPTIONS = (
     "--std=c++14",

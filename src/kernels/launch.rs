@@ -13,9 +13,11 @@ mod kernels;
 mod numbers;
 mod params;
 mod plan;
+mod unit_plan;
 
 pub(crate) use fetch::{Fetcher, PendingFetch, read_now};
 pub(crate) use plan::{PlanBatch, PlanFields, PlanRequest, PlanRequests};
+pub(crate) use unit_plan::{UNIT_REQUEST_NUMBERS, UNIT_SPAN_NUMBERS, UnitGroup, UnitPlanBatch};
 
 use std::collections::HashSet;
 use std::ptr;

@@ -297,6 +297,73 @@ struct PlanParams {
 };
 static_assert(sizeof(PlanParams) == 136, "as launch/params.rs has it");
 
+/// What the places of a unit plan's arrays are multiples of, in bytes.
+enum { UNIT_PLAN_ALIGNMENT = 256 };
+
+/// A group of a unit plan. Places are those of arrays from `base` on, in units of UNIT_PLAN_ALIGNMENT; -1 for none. A group
+/// of states has no `kv_indptr`, and its `out_cache_loc` is the place of its `state_indices`.
+struct UnitGroup {
+    /// The units of each request row by their positions, `width` a row.
+    i32 table;
+    i32 width;
+    /// Tokens of a unit, and of an entry.
+    i32 unit_tokens;
+    i32 stride;
+    i32 out_cache_loc;
+    i32 slot_mapping;
+    i32 kv_indptr;
+    i32 kv_last_page_len;
+    i32 kv_indices;
+    i32 block_table;
+    /// Units of all requests in `kv_indices`.
+    i32 kv_len;
+};
+static_assert(sizeof(UnitGroup) == 44, "as launch/unit_plan.rs has it");
+
+/// A request of a unit plan: positions from `prefix` to `seq` are new tokens.
+struct UnitRequest {
+    i32 row;
+    i32 prefix;
+    i32 seq;
+    i32 qo_begin;
+};
+static_assert(sizeof(UnitRequest) == 16, "as launch/unit_plan.rs has it");
+
+/// A request in a group: its units are at positions 0 to `sinks`, and `first` to `end`. Those from `sent` on are
+/// `units[unit_begin..]`.
+struct UnitSpan {
+    i32 sinks;
+    i32 first;
+    i32 end;
+    i32 sent;
+    i32 unit_begin;
+    i32 kv_begin;
+    /// Entries of its line of the block table before this one are up to date. From `zero_from` to `zero_until` those that
+    /// it has no unit for become 0.
+    i32 line_from;
+    i32 zero_from;
+    i32 zero_until;
+};
+static_assert(sizeof(UnitSpan) == 36, "as launch/unit_plan.rs has it");
+
+/// Without `groups`, they are passed with the launch, followed by the requests, their spans group by group, and the units.
+struct UnitPlanParams {
+    const UnitGroup* groups;
+    const UnitRequest* requests;
+    const UnitSpan* spans;
+    const i32* units;
+    u8* base;
+    i32* positions;
+    i32* req_pool_indices;
+    i32* seq_lens;
+    i32* qo_indptr;
+    i32 groups_count;
+    i32 batch;
+    i32 padded_batch;
+    i32 tokens;
+};
+static_assert(sizeof(UnitPlanParams) == 88, "as launch/params.rs has it");
+
 /// Requests `first..first + count` of a batch that grows. Passed with the launch are, for each, the slots that are taken in
 /// its last page, and then where its new slots begin in `out`, with the end of all.
 struct ContinueParams {

@@ -119,6 +119,12 @@ impl GroupKind {
         }
     }
 
+    /// Returns the first token, sinks apart, that the next one after `tokens` tokens sees.
+    #[must_use]
+    pub const fn first_seen(self, tokens: usize) -> usize {
+        tokens - self.reach(tokens)
+    }
+
     /// Returns the tokens at the beginning that stay.
     #[must_use]
     pub const fn sinks(self) -> usize {
@@ -367,7 +373,7 @@ impl Group {
     #[must_use]
     pub fn units_of(&self, tokens: usize, page_size: usize) -> usize {
         let Some(each) = self.unit_tokens(page_size) else { return 1 };
-        let (end, begin) = (tokens.div_ceil(each), (tokens - self.kind.reach(tokens)) / each);
+        let (end, begin) = (tokens.div_ceil(each), self.kind.first_seen(tokens) / each);
         begin.min(self.kind.sinks().div_ceil(each)) + (end - begin)
     }
 

@@ -11,7 +11,9 @@
 
 #![forbid(unsafe_code)]
 
+mod arena_planner;
 mod batch_planner;
+mod block_table;
 mod buffer_pool;
 mod cache_arena;
 mod cached_slots;
@@ -36,6 +38,7 @@ mod table_mirror;
 mod token_to_kv_pool_allocator;
 mod workspace;
 
+pub use arena_planner::{ArenaPlan, ArenaPlanner, ArenaPlannerConfig, PlanArray};
 pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix};
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
 pub use cache_arena::{CacheArena, CacheArenaConfig, ReclaimUnits};

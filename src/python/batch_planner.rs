@@ -81,7 +81,7 @@ fn values(py: Python<'_>, object: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
 }
 
 /// Converts batch sizes, which must not be negative.
-fn padded_sizes(given: &IndexVec) -> PyResult<Vec<usize>> {
+pub(super) fn padded_sizes(given: &IndexVec) -> PyResult<Vec<usize>> {
     let size = |size: i64| {
         usize::try_from(size).map_err(|_| {
             Error::argument(format!("pad_to has {size}; a batch size must not be negative")).into()

@@ -1,5 +1,7 @@
 //! `kvpool.CacheArena`.
 
+use std::sync::Arc;
+
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PySequence};
@@ -44,19 +46,19 @@ use super::pool_name::PoolName;
 ///     BackendUnavailableError: If `device` is not available.
 #[pyclass(extends = BasePool, frozen, module = "kvpool", name = "CacheArena")]
 pub(super) struct CacheArena {
-    pool: Pool,
+    pub(super) pool: Arc<Pool>,
     reporter: Reporter,
 }
 
 impl PoolClass for CacheArena {
     fn visit(&self, visitor: PoolVisitor<'_>) {
-        visitor(&self.pool);
+        visitor(&*self.pool);
     }
 }
 
 impl CacheArena {
     /// Returns the number of a group.
-    fn group(&self, name: &str) -> PyResult<usize> {
+    pub(super) fn group(&self, name: &str) -> PyResult<usize> {
         Ok(self.pool.layout().group_number(name)?)
     }
 
@@ -147,7 +149,7 @@ impl CacheArena {
         let arena_bytes = args::size("arena_bytes", arena_bytes)?;
         let config = CacheArenaConfig { layout, arena_bytes, floors: by_group, slabs, strict };
         let backend = backend(py, args::device(py, device)?)?;
-        let pool = py.detach(|| Pool::new(&config, &backend))?;
+        let pool = Arc::new(py.detach(|| Pool::new(&config, &backend))?);
         let name = PoolName::next("CacheArena");
         let pool = Self { pool, reporter: Reporter::new(&name) };
         Ok(BasePool::named(name, Debug::OFF, pool))

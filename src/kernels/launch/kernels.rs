@@ -13,7 +13,7 @@ use super::images::{Compiled, PLAN, PLAN_LONG, ROWS, TABLE};
 use super::numbers::{LONG_PARAMS, LONG_PARAMS_SINCE, LONGEST_PARAMS, WithList};
 use super::params::{
     ColumnsParams, ContinueParams, GatherParams, KvIndicesParams, MoveParams, OrderParams, PagesParams,
-    PlanParams, PointsParams, ReadParams, RunsParams, StoreParams, ZeroParams,
+    PlanParams, PointsParams, ReadParams, RunsParams, StoreParams, UnitPlanParams, ZeroParams,
 };
 
 /// A kernel that takes a `P`, its only parameter.
@@ -75,21 +75,56 @@ impl<P> fmt::Debug for Kernel<P> {
     }
 }
 
-/// The kernels for plans with longer parameters than those of [`Kernel`].
-#[derive(Clone, Copy, Debug)]
-pub(super) struct LongPlan {
-    pub(super) long: TypedFunction<WithList<PlanParams, LONG_PARAMS>>,
-    pub(super) longest: TypedFunction<WithList<PlanParams, LONGEST_PARAMS>>,
+/// A kernel for plans with longer parameters than those of [`Kernel`].
+pub(super) struct LongKernel<P> {
+    pub(super) long: TypedFunction<WithList<P, LONG_PARAMS>>,
+    pub(super) longest: TypedFunction<WithList<P, LONGEST_PARAMS>>,
 }
 
-impl LongPlan {
+impl<P> LongKernel<P> {
+    const fn new([long, longest]: [Function; 2]) -> Self {
+        Self { long: TypedFunction::new(long), longest: TypedFunction::new(longest) }
+    }
+}
+
+impl<P> Clone for LongKernel<P> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<P> Copy for LongKernel<P> {}
+
+impl<P> fmt::Debug for LongKernel<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LongKernel").field("long", &self.long).field("longest", &self.longest).finish()
+    }
+}
+
+/// The kernels with longer parameters.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LongPlans {
+    pub(super) plan: LongKernel<PlanParams>,
+    pub(super) unit_plan: LongKernel<UnitPlanParams>,
+}
+
+impl LongPlans {
     /// Returns the kernels, if the driver accepts their parameters.
     fn load(gpu: &Gpu) -> Result<Option<Self>> {
         if gpu.driver_version()? < LONG_PARAMS_SINCE {
             return Ok(None);
         }
-        let [long, longest] = load(gpu, &PLAN_LONG, [c"kvpool_plan_long", c"kvpool_plan_longest"])?;
-        Ok(Some(Self { long: TypedFunction::new(long), longest: TypedFunction::new(longest) }))
+        let names = [
+            c"kvpool_plan_long",
+            c"kvpool_plan_longest",
+            c"kvpool_unit_plan_long",
+            c"kvpool_unit_plan_longest",
+        ];
+        let [long, longest, unit_long, unit_longest] = load(gpu, &PLAN_LONG, names)?;
+        Ok(Some(Self {
+            plan: LongKernel::new([long, longest]),
+            unit_plan: LongKernel::new([unit_long, unit_longest]),
+        }))
     }
 }
 
@@ -98,7 +133,8 @@ impl LongPlan {
 pub(super) struct Kernels {
     device: Device,
     pub(super) plan: Kernel<PlanParams>,
-    pub(super) long_plan: Option<LongPlan>,
+    pub(super) unit_plan: Kernel<UnitPlanParams>,
+    pub(super) long_plans: Option<LongPlans>,
     pub(super) store: Kernel<StoreParams>,
     /// `store` of values that are all stored in words of 16 bytes.
     pub(super) store_wide: Kernel<StoreParams>,
@@ -125,8 +161,9 @@ impl Kernels {
         if let Some(kernels) = loaded.iter().find(|kernels| kernels.device == gpu.device()) {
             return Ok(Arc::clone(kernels));
         }
-        let [plan, plan_listed] = load(gpu, &PLAN, [c"kvpool_plan", c"kvpool_plan_listed"])?;
-        let long_plan = LongPlan::load(gpu)?;
+        let plan = [c"kvpool_plan", c"kvpool_plan_listed", c"kvpool_unit_plan", c"kvpool_unit_plan_listed"];
+        let [plan, plan_listed, unit_plan, unit_plan_listed] = load(gpu, &PLAN, plan)?;
+        let long_plans = LongPlans::load(gpu)?;
         let rows = [
             c"kvpool_store",
             c"kvpool_store_listed",
@@ -186,7 +223,8 @@ impl Kernels {
         let kernels = Arc::new(Self {
             device: gpu.device(),
             plan: Kernel::new(plan, plan_listed),
-            long_plan,
+            unit_plan: Kernel::new(unit_plan, unit_plan_listed),
+            long_plans,
             store: Kernel::new(store, store_listed),
             store_wide: Kernel::new(store_wide, store_wide_listed),
             store_narrowed: Kernel::new(store_narrowed, store_narrowed_listed),
@@ -228,6 +266,7 @@ mod tests {
     fn parameters_are_as_long_as_kernels_declare() {
         let mut expected: BTreeMap<&str, usize> = [
             both::<PlanParams>("kvpool_plan", "kvpool_plan_listed"),
+            both::<UnitPlanParams>("kvpool_unit_plan", "kvpool_unit_plan_listed"),
             both::<StoreParams>("kvpool_store", "kvpool_store_listed"),
             both::<StoreParams>("kvpool_store_wide", "kvpool_store_wide_listed"),
             both::<StoreParams>("kvpool_store_narrowed", "kvpool_store_narrowed_listed"),
@@ -245,6 +284,8 @@ mod tests {
         expected.extend([
             ("kvpool_plan_long", LONG_PARAMS * size_of::<i32>()),
             ("kvpool_plan_longest", LONGEST_PARAMS * size_of::<i32>()),
+            ("kvpool_unit_plan_long", LONG_PARAMS * size_of::<i32>()),
+            ("kvpool_unit_plan_longest", LONGEST_PARAMS * size_of::<i32>()),
             ("kvpool_copy_pages", PARAMS * size_of::<i32>()),
             ("kvpool_continue_pages", PARAMS * size_of::<i32>()),
             ("kvpool_list_runs", PARAMS * size_of::<i32>()),

@@ -237,6 +237,24 @@ pub(super) struct PlanParams {
     pub(super) kv_len: i32,
 }
 
+/// `UnitPlanParams`.
+#[repr(C)]
+pub(super) struct UnitPlanParams {
+    pub(super) groups: *const i32,
+    pub(super) requests: *const i32,
+    pub(super) spans: *const i32,
+    pub(super) units: *const i32,
+    pub(super) base: *mut u8,
+    pub(super) positions: *mut i32,
+    pub(super) req_pool_indices: *mut i32,
+    pub(super) seq_lens: *mut i32,
+    pub(super) qo_indptr: *mut i32,
+    pub(super) groups_count: i32,
+    pub(super) batch: i32,
+    pub(super) padded_batch: i32,
+    pub(super) tokens: i32,
+}
+
 /// `ContinueParams`.
 #[repr(C)]
 pub(super) struct ContinueParams {
@@ -285,6 +303,7 @@ const _: () = {
     assert!(size_of::<ColumnsParams>() == 40);
     assert!(size_of::<KvIndicesParams>() == 48 + 2 * 160);
     assert!(size_of::<PlanParams>() == 136);
+    assert!(size_of::<UnitPlanParams>() == 88);
     assert!(size_of::<ContinueParams>() == 8 + 160 + 40);
     assert!(size_of::<RunsParams>() == 24);
     assert!(size_of::<ReadParams>() == 176);

@@ -9,7 +9,7 @@ use crate::memory::{Region, Stream};
 
 use super::Launcher;
 use super::grid::ragged_grid;
-use super::kernels::LongPlan;
+use super::kernels::{Kernel, LongKernel};
 use super::numbers::{Arrays, LONG_PARAMS, LONGEST_PARAMS, PARAMS, WithList};
 use super::params::PlanParams;
 
@@ -168,28 +168,30 @@ impl Launcher {
                 kv_len: int32(batch.kv_len),
             })
         };
-        let launched = self.launch_plan(grid, &arrays, stream, params);
+        let long = self.kernels.long_plans.map(|kernels| kernels.plan);
+        let launched = self.launch_plan(self.kernels.plan, long, grid, &arrays, stream, params);
         table.region().record_stream(stream);
         launched
     }
 
     /// Works like [`Launcher::launch_with_arrays`], with the shortest parameters that are long enough.
-    fn launch_plan(
+    pub(super) fn launch_plan<P>(
         &self,
+        kernel: Kernel<P>,
+        long: Option<LongKernel<P>>,
         grid: [u32; 2],
         arrays: &[&[i32]],
         stream: Stream,
-        params: impl FnOnce(Arrays<'_>) -> Result<PlanParams>,
+        params: impl FnOnce(Arrays<'_>) -> Result<P>,
     ) -> Result<()> {
-        type Listed<const WORDS: usize> = WithList<PlanParams, WORDS>;
-        match self.kernels.long_plan.filter(|_| !Listed::<PARAMS>::fits(arrays)) {
-            Some(LongPlan { long, .. }) if Listed::<LONG_PARAMS>::fits(arrays) => {
+        match long.filter(|_| !WithList::<P, PARAMS>::fits(arrays)) {
+            Some(LongKernel { long, .. }) if WithList::<P, LONG_PARAMS>::fits(arrays) => {
                 self.launch_with_list(long, grid, arrays, stream, params(Arrays::Listed)?)
             }
-            Some(LongPlan { longest, .. }) if Listed::<LONGEST_PARAMS>::fits(arrays) => {
+            Some(LongKernel { longest, .. }) if WithList::<P, LONGEST_PARAMS>::fits(arrays) => {
                 self.launch_with_list(longest, grid, arrays, stream, params(Arrays::Listed)?)
             }
-            _ => self.launch_with_arrays(self.kernels.plan, grid, arrays, stream, params),
+            _ => self.launch_with_arrays(kernel, grid, arrays, stream, params),
         }
     }
 }

@@ -1,6 +1,5 @@
 //! The metadata of a plan: the arrays that attention kernels read, and the request table's new slots.
 
-mod block_table;
 mod device;
 mod fields;
 mod host;
@@ -15,10 +14,10 @@ use crate::kernels::{Executor, IndexSpaces};
 use crate::memory::{Backend, Event, Host, Region, RegionWriter, Stream};
 use crate::pool::req_to_token_pool::RequestTable;
 
-use self::block_table::BlockTable;
 use self::small_fields::SmallFields;
 use super::PlannerConfig;
 use super::plan::PlanLayout;
+use crate::pool::block_table::BlockTable;
 
 /// A batch whose requests have grown.
 #[derive(Clone, Copy, Debug)]

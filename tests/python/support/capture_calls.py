@@ -150,6 +150,7 @@ def _in_turn(*calls: Callable[[], object]) -> None:
 ENTRIES: dict[str, Entry] = {
     **{name if name.startswith("make_") else f"{name}()": _making(name) for name in POOLS},
     **{f"{name} dropped": _dropping(name) for name in POOLS if not name.startswith("make_")},
+    "ArenaPlanner()": Entry(lambda w: kvpool.ArenaPlanner(w.arena, 2, SIZE, 4, SIZE), REFUSES),
     "BatchPlanner()": Entry(lambda w: kvpool.BatchPlanner(w.planned_rows, w.planned_slots, 4, SIZE), REFUSES),
     # Functions, and what all pools have.
     "get_num_threads": Entry(lambda _: kvpool.get_num_threads(), WORKS),
@@ -293,6 +294,19 @@ ENTRIES: dict[str, Entry] = {
     "GDNPool.alloc_track_slot": Entry(lambda w: w.gdn.alloc_track_slot(), WORKS),
     "GDNPool.free_track_slot": Entry(lambda w: w.gdn.free_track_slot(w.track), WORKS),
     "GDNPool.mem_bytes": Entry(lambda w: w.gdn.mem_bytes(), WORKS),
+    # ArenaPlanner: as BatchPlanner.
+    "ArenaPlanner.alloc": Entry(lambda w: w.arena_planner.alloc(), WORKS),
+    "ArenaPlanner.extend": Entry(lambda w: w.arena_planner.extend(w.arena_rows[1:], [0], [4]), REFUSES),
+    "ArenaPlanner.decode": Entry(lambda w: w.arena_planner.decode(w.arena_rows[:1], [6]), REFUSES),
+    "ArenaPlanner.truncate": Entry(lambda w: w.arena_planner.truncate(w.arena_rows[:1], [3]), WORKS),
+    "ArenaPlanner.finish": Entry(lambda w: w.arena_planner.finish(w.arena_rows[:1]), WORKS),
+    "ArenaPlanner.seq_len": Entry(lambda w: w.arena_planner.seq_len(w.arena_rows[0]), WORKS),
+    "ArenaPlanner.units": Entry(lambda w: w.arena_planner.units(w.arena_rows[0], "full"), WORKS),
+    "ArenaPlanner.verify": Entry(lambda w: w.arena_planner.verify(), WORKS),
+    "ArenaPlanner.stats": Entry(lambda w: w.arena_planner.stats(), WORKS),
+    "ArenaPlan.group": Entry(lambda w: w.arena_plan.group("full"), WORKS),
+    "ArenaPlan.host": Entry(lambda w: w.arena_plan.host("seq_lens"), WORKS),
+    "GroupPlan.host": Entry(lambda w: w.arena_plan.group("full").host("kv_indices"), WORKS),
     # BatchPlanner: a plan is uploaded, and the host notes what it holds.
     "BatchPlanner.extend": Entry(lambda w: w.planner.extend(w.planned[1:], [0], [4]), REFUSES),
     "BatchPlanner.extend: of device values": Entry(
@@ -499,6 +513,8 @@ ENTRIES: dict[str, Entry] = {
 }
 
 INSTANCES: dict[str, Callable[[World], object]] = {
+    "ArenaPlan": lambda w: w.arena_plan,
+    "ArenaPlanner": lambda w: w.arena_planner,
     "BatchPlan": lambda w: w.plan,
     "BatchPlanner": lambda w: w.planner,
     "Block": lambda w: w.blocks.block,
@@ -511,6 +527,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "Fetch": lambda w: w.fetch,
     "FileStore": lambda w: w.files.store,
     "GDNPool": lambda w: w.gdn,
+    "GroupPlan": lambda w: w.arena_plan.group("full"),
     "HostPlan": lambda w: w.plan.host,
     "HostTier": lambda w: w.tier,
     "KVPool": lambda w: w.kv,

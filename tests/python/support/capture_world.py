@@ -175,6 +175,9 @@ class World:
         self.buffer = self.buffers.alloc(64, FLOAT)
         self.arena = kvpool.CacheArena(LAYOUT, 1 << 14, "cuda")
         self.units = some(self.arena.alloc({"full": 2}))["full"]
+        self.arena_planner = kvpool.ArenaPlanner(self.arena, ROWS, SIZE, 4, SIZE)
+        self.arena_rows = some(self.arena_planner.alloc(2))
+        self.arena_plan = some(self.arena_planner.extend(self.arena_rows[:1], [0], [5]))
         self.pages = kvpool.PagePool(8, 4, FLOAT, "cuda")
         self.page_number = some(self.pages.alloc())
         self.workspace = kvpool.Workspace("cuda", 1 << 14)

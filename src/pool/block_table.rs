@@ -17,7 +17,7 @@ struct Line {
 
 /// The contents of the block table, so that a step writes only new entries.
 #[derive(Debug)]
-pub(super) struct BlockTable {
+pub(in crate::pool) struct BlockTable {
     /// The lines of the table, by index in the batch.
     lines: Vec<Line>,
     /// The last index of each row in a batch.
@@ -30,13 +30,13 @@ impl BlockTable {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the
     /// record.
-    pub(super) fn new(lines: usize, rows: usize) -> Result<Self> {
+    pub(in crate::pool) fn new(lines: usize, rows: usize) -> Result<Self> {
         Ok(Self { lines: try_zeros(lines)?, batch_indices: try_zeros(rows)? })
     }
 
     /// Returns the number of entries of the line at `batch_index` that hold pages of the request of `row`,
     /// whose generation is given.
-    pub(super) fn valid(&self, batch_index: usize, row: RequestRow, generation: u32) -> usize {
+    pub(in crate::pool) fn valid(&self, batch_index: usize, row: RequestRow, generation: u32) -> usize {
         let line = self.lines[batch_index];
         let is_same = line.row == Some(row)
             && line.generation == generation
@@ -45,24 +45,30 @@ impl BlockTable {
     }
 
     /// Returns the number of entries of the line at `batch_index` before its zeros.
-    pub(super) fn used(&self, batch_index: usize) -> usize {
+    pub(in crate::pool) fn used(&self, batch_index: usize) -> usize {
         widen(self.lines[batch_index].used)
     }
 
     /// Records that all `count` pages of a request were written to the line at `batch_index`.
-    pub(super) fn set_request(&mut self, batch_index: usize, row: RequestRow, generation: u32, count: usize) {
+    pub(in crate::pool) fn set_request(
+        &mut self,
+        batch_index: usize,
+        row: RequestRow,
+        generation: u32,
+        count: usize,
+    ) {
         let count = narrow(count);
         self.lines[batch_index] = Line { row: Some(row), generation, valid: count, used: count };
         self.batch_indices[widen(row.number())] = narrow(batch_index);
     }
 
     /// Records that `count` padding pages were written to the line at `batch_index`.
-    pub(super) fn set_padding(&mut self, batch_index: usize, count: usize) {
+    pub(in crate::pool) fn set_padding(&mut self, batch_index: usize, count: usize) {
         self.lines[batch_index] = Line { used: narrow(count), ..Line::default() };
     }
 
     /// Records that a request has kept only the first `count` of its pages.
-    pub(super) fn truncate(&mut self, row: RequestRow, count: usize) {
+    pub(in crate::pool) fn truncate(&mut self, row: RequestRow, count: usize) {
         if let Some(line) = self
             .lines
             .get_mut(widen(self.batch_indices[widen(row.number())]))
@@ -73,7 +79,7 @@ impl BlockTable {
     }
 
     /// Marks the contents of all lines, of `width` entries, as unknown.
-    pub(super) fn invalidate(&mut self, width: usize) {
+    pub(in crate::pool) fn invalidate(&mut self, width: usize) {
         self.lines.fill(Line { used: narrow(width), ..Line::default() });
     }
 }
