@@ -3,6 +3,7 @@
 
 mod arrays;
 mod batch;
+mod plan_array;
 mod state;
 
 use std::fmt;
@@ -14,7 +15,7 @@ use crate::index::UnitGrowth;
 use crate::memory::{Backend, Stream};
 use crate::tensor::TensorView;
 
-pub use self::arrays::PlanArray;
+pub use self::plan_array::PlanArray;
 use self::state::{NotPlanned, PlannerState, padded_size};
 use super::{CacheArena, make_room};
 

@@ -13,42 +13,7 @@ use crate::tensor::TensorView;
 
 use super::ArenaPlannerConfig;
 use super::batch::PlannedBatch;
-
-/// One array of an [`ArenaPlan`](super::ArenaPlan); those of a group have its number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PlanArray {
-    /// Positions of the new tokens in their requests.
-    Positions,
-    /// The row of each request.
-    ReqPoolIndices,
-    /// Tokens of each request, including the new ones.
-    SeqLens,
-    /// Offsets of the new tokens of each request, ending with their total.
-    QoIndptr,
-    /// Slots of the entries that the new tokens complete; the padding slot for the others.
-    OutCacheLoc(usize),
-    /// Slots of the entries that the new tokens complete, int64; -1 for the others.
-    SlotMapping(usize),
-    /// Offsets of the units of each request in `KvIndices`, ending with their total.
-    KvIndptr(usize),
-    /// Entries in the last unit of each request.
-    KvLastPageLen(usize),
-    /// The units of all requests.
-    KvIndices(usize),
-    /// The units of each request by position in a line of its own, 0 where it has none.
-    BlockTable(usize),
-    /// The numbers of each request's state.
-    StateIndices(usize),
-}
-
-impl PlanArray {
-    const fn dtype(self) -> DType {
-        match self {
-            Self::SlotMapping(_) => DType::I64,
-            _ => DType::I32,
-        }
-    }
-}
+use super::plan_array::PlanArray;
 
 /// The places of a group's arrays, in bytes. A group of states has one array, in the place of the slots.
 #[derive(Clone, Copy, Debug, Default)]

@@ -4,7 +4,7 @@ use crate::base::bounded::{int32, narrow};
 use crate::base::{Id, PADDING, RequestRow, Result, try_reserve, widen};
 use crate::index::{KeptUnits, RowTable, UnitGrowth, UnitTables};
 
-use super::PlanArray;
+use super::plan_array::PlanArray;
 
 /// A request in a group.
 #[derive(Clone, Copy, Debug, Default)]
