@@ -68,6 +68,63 @@ def decode_ours(batch: int, context: int, *, page_size: int = 1, kv_indices: boo
     return Case(steps.decode, steps.back, STEPS)
 
 
+LAYOUTS = {
+    "a full group": (("full", None),),
+    "a full and a window group": (("full", None), ("window", 1024)),
+    "two full groups": (("full", None), ("full", None)),
+    "a full group and states": (("full", None), ("state", None)),
+}
+
+
+def decode_layout(
+    kinds: tuple[tuple[str, int | None], ...], batch: int, context: int, page_size: int
+) -> Case:
+    """Decode steps over a layout: for each group, what the planner of pages of one kind writes."""
+    planes = [kvpool.Plane(name, "bfloat16", (2, 16)) for name in ("k", "v")]
+    groups = [
+        kvpool.Group(f"group_{number}", kind, [number], planes, tokens=tokens)
+        for number, (kind, tokens) in enumerate(kinds)
+    ]
+    layout = kvpool.CacheLayout(groups, page_size=page_size)
+    arena = kvpool.CacheArena(layout, 300 << 20, DEVICE)
+    planner = kvpool.ArenaPlanner(arena, batch, COLUMNS, batch, 1 << 20, block_table=False)
+    rows = np.array(planner.alloc(batch), dtype=np.int32)
+    none = np.zeros_like(rows)
+
+    def run(number: int) -> None:
+        lens = none + context
+        for _ in itertools.repeat(None, number):
+            lens = lens + 1
+            planner.decode(rows, lens)
+
+    def prepare() -> None:
+        planner.truncate(rows, none)
+        planner.extend(rows, none, none + context)
+
+    return Case(run, prepare, STEPS)
+
+
+def decode_one_kind(batch: int, context: int, page_size: int) -> Case:
+    """Decode steps of pages of one kind, without a look at the fields."""
+    steps = Steps(batch, page_size=page_size)
+    steps.fields = ()
+    steps.begin(context)
+    return Case(steps.decode, steps.back, STEPS)
+
+
+def compare_layouts(report: Report) -> None:
+    """Decode steps over layouts beside those of pages of one kind: the ratio is the price of the groups."""
+    for name, kinds in LAYOUTS.items():
+        for page_size in (16, 64):
+            report.compare(
+                f"decode of 256 requests over {name}, context 2048, page size {page_size}",
+                decode_layout(kinds, 256, 2048, page_size),
+                decode_one_kind(256, 2048, page_size),
+                alternative="BatchPlanner",
+                least_ratio={"a full group": 0.97, "a full and a window group": 1 / 1.6}.get(name),
+            )
+
+
 def decode_theirs(batch: int, context: int) -> Case:
     """Decode steps request by request."""
     steps = PerRequestSteps(batch + 1, COLUMNS, SLOTS, DEVICE)
@@ -153,6 +210,7 @@ def main() -> None:
         alternative="per-request PyTorch",
         limit_us=60,
     )
+    compare_layouts(report)
     compare_decode(report, 25 if DEVICE == "cpu" else 40)
     report.compare(
         "decode of 256 requests, context 64: ratio",

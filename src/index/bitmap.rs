@@ -66,6 +66,16 @@ fn words_of(start: usize, len: usize) -> impl Iterator<Item = (usize, u64)> {
     })
 }
 
+/// Returns the word that has all of `start..start + len`, and their bits in it, if there is one.
+#[inline]
+const fn within_word(start: usize, len: usize) -> Option<(usize, u64)> {
+    let at = start % 64;
+    if len == 0 || at + len > 64 {
+        return None;
+    }
+    Some((start / 64, u64::MAX >> (64 - len) << at))
+}
+
 /// Returns the two ends of `start..start + len`, as (start, length), and the whole words between them.
 fn split_words(start: usize, len: usize) -> ([(usize, usize); 2], Range<usize>) {
     let end = start + len;
@@ -213,7 +223,15 @@ impl Bitmap {
     }
 
     /// Adds `start..start + len`; existing members stay.
+    #[inline]
     pub fn insert_run(&mut self, start: usize, len: usize) {
+        match within_word(start, len) {
+            Some((word, bits)) => self.insert_word(word, bits),
+            None => self.insert_long_run(start, len),
+        }
+    }
+
+    fn insert_long_run(&mut self, start: usize, len: usize) {
         let (ends, whole) = split_words(start, len);
         for (start, len) in ends {
             words_of(start, len).for_each(|(word, bits)| self.insert_word(word, bits));
@@ -231,7 +249,15 @@ impl Bitmap {
     }
 
     /// Removes `start..start + len`; integers that are not members are skipped.
+    #[inline]
     pub fn remove_run(&mut self, start: usize, len: usize) {
+        match within_word(start, len) {
+            Some((word, bits)) => self.remove_word(word, bits),
+            None => self.remove_long_run(start, len),
+        }
+    }
+
+    fn remove_long_run(&mut self, start: usize, len: usize) {
         let (ends, whole) = split_words(start, len);
         for (start, len) in ends {
             words_of(start, len).for_each(|(word, bits)| self.remove_word(word, bits));

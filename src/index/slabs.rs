@@ -69,15 +69,6 @@ pub struct Slabs {
     high_water: usize,
 }
 
-/// Adds a run to a set; most are of one member.
-fn insert(set: &mut Bitmap, start: usize, len: usize) {
-    if len == 1 {
-        set.insert(start);
-    } else {
-        set.insert_run(start, len);
-    }
-}
-
 #[derive(Clone, Copy, Debug, Default)]
 struct Slab {
     /// The group that has the slab, while a unit of it is live.
@@ -247,7 +238,7 @@ impl Slabs {
         for (group, units) in taken.iter().flatten().enumerate() {
             for run in units.chunk_by(|one, other| one + 1 == *other) {
                 let place = self.place(group, run[0]);
-                insert(&mut self.held, place, run.len());
+                self.held.insert_run(place, run.len());
             }
         }
         Ok(taken)
@@ -288,10 +279,7 @@ impl Slabs {
             let before = self.held.len();
             for run in freed.chunk_by(|one, other| one + 1 == *other) {
                 let place = self.place(group, run[0]);
-                match run {
-                    [_] => self.held.remove(place),
-                    _ => self.held.remove_run(place, run.len()),
-                }
+                self.held.remove_run(place, run.len());
             }
             assert!(
                 before - self.held.len() == freed.len(),
@@ -412,7 +400,7 @@ impl Slabs {
         let (slab, first) = (&mut self.all[widen(number)], widen(number) * self.places);
         let before = units.units - slab.live;
         for run in freed.chunk_by(|one, other| one + 1 == *other) {
-            insert(&mut self.free, first + widen(run[0] % units.numbers), run.len());
+            self.free.insert_run(first + widen(run[0] % units.numbers), run.len());
         }
         slab.live -= narrow(freed.len());
         counts.in_use -= freed.len();
