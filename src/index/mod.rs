@@ -64,4 +64,4 @@ pub use runs::{ascending_runs, for_each_run};
 pub use slabs::{SlabCounts, SlabUnits, Slabs};
 pub use slot_allocator::{FenceId, Held, SlotAllocator, SlotStats};
 pub use slot_list::SlotList;
-pub use unit_tables::{KeptUnits, MissingUnits, UnitGrowth, UnitRule, UnitTables};
+pub use unit_tables::{AdoptedUnits, KeptUnits, MissingUnits, UnitGrowth, UnitRule, UnitTables};

@@ -325,6 +325,15 @@ impl fmt::Debug for UnitTables {
     }
 }
 
+/// The units of a group that a cache keeps for a request: those of the first tokens, as far as the next one sees them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AdoptedUnits {
+    /// Their positions.
+    pub kept: KeptUnits,
+    /// The units, in their order.
+    pub units: Vec<u32>,
+}
+
 /// What a batch could not take: numbers of units by group.
 pub type MissingUnits = Vec<usize>;
 
@@ -462,6 +471,101 @@ impl UnitTables {
              request from 0 tokens, or finish it"
         );
         (cleared > 0).then(|| Error::stale(text))
+    }
+
+    /// Gives a request without tokens the units of a prefix that a cache keeps, a list for each group; those of states are
+    /// not of tokens. [`UnitTables::grow`] with this prefix makes it the request's, [`UnitTables::disown`] undoes it.
+    pub fn adopt(&mut self, row: RequestRow, prefix: u32, cached: &[AdoptedUnits]) {
+        for (table, cached) in self.groups.iter_mut().zip(cached).filter(|(table, _)| !table.rule.is_state())
+        {
+            let mut units = cached.units.iter();
+            for run in cached.kept.runs() {
+                for (place, unit) in table.line_mut(row)[run].iter_mut().zip(&mut units) {
+                    *place = unit.cast_signed();
+                }
+            }
+            let at = widen(row.number());
+            (table.kept[at], table.leased[at], table.changed[at]) = (cached.kept, cached.kept.end, 0);
+        }
+        self.requests[widen(row.number())].leased = prefix;
+    }
+
+    /// Drops the cached units of a request without tokens.
+    pub fn disown(&mut self, row: RequestRow) {
+        for UnitTable { kept, leased, changed, .. } in &mut self.groups {
+            let at = widen(row.number());
+            (kept[at], leased[at], changed[at]) = (KeptUnits::default(), 0, 0);
+        }
+        self.requests[widen(row.number())].leased = 0;
+    }
+
+    /// Returns the leading tokens that a cache keeps for a request.
+    #[must_use]
+    pub fn leased(&self, row: RequestRow) -> u32 {
+        self.requests[widen(row.number())].leased
+    }
+
+    /// Gives up the units of a request from its leased tokens to `tokens`, in whole units, to a cache, which owns them
+    /// from now on. Returns them by group and position, `None` for those that the request has no more, and no list for
+    /// states.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] when the host cannot list them; nothing is changed.
+    pub fn hand_over(&mut self, row: RequestRow, tokens: u32) -> Result<Vec<Vec<Option<u32>>>> {
+        let (at, from) = (widen(row.number()), self.requests[widen(row.number())].leased);
+        let mut lists = try_with_capacity(self.groups.len())?;
+        for table in &self.groups {
+            let rule = table.rule;
+            let positions = rule.tokens.page(from)..rule.tokens.page(tokens);
+            let mut units = try_with_capacity(positions.len())?;
+            if !rule.is_state() {
+                let (kept, line) = (table.kept[at], table.line(row));
+                units.extend(positions.map(|position| {
+                    let has = position < kept.sinks || (kept.first..kept.end).contains(&position);
+                    has.then(|| line[widen(position)].cast_unsigned())
+                }));
+            }
+            lists.push(units);
+        }
+        for table in self.groups.iter_mut().filter(|table| !table.rule.is_state()) {
+            table.leased[at] = table.leased[at].max(table.rule.tokens.page(tokens));
+        }
+        self.requests[at].leased = tokens;
+        Ok(lists)
+    }
+
+    /// Undoes [`UnitTables::hand_over`] for a request that had `leased` leased tokens before.
+    pub fn take_back(&mut self, row: RequestRow, leased: u32) {
+        for table in self.groups.iter_mut().filter(|table| !table.rule.is_state()) {
+            table.leased[widen(row.number())] = table.rule.tokens.page(leased);
+        }
+        self.requests[widen(row.number())].leased = leased;
+    }
+
+    /// Puts the units of a cache, by group and position from the unit of token `from` on, in the place of those that were
+    /// handed over. Returns the first positions that changed, by group.
+    pub fn replace_leased(
+        &mut self,
+        row: RequestRow,
+        from: u32,
+        units: &[Vec<Option<u32>>],
+    ) -> Vec<Option<u32>> {
+        let replace = |(table, units): (&mut UnitTable, &Vec<Option<u32>>)| {
+            let first = table.rule.tokens.page(from);
+            let mut changed = None;
+            let line = table.line_mut(row);
+            for (position, unit) in (first..).zip(units) {
+                let place = &mut line[widen(position)];
+                if let Some(unit) = unit.map(u32::cast_signed).filter(|unit| *unit != *place) {
+                    *place = unit;
+                    changed = changed.or(Some(position));
+                }
+            }
+            let at = widen(row.number());
+            table.changed[at] = changed.map_or(table.changed[at], |changed| changed.min(table.changed[at]));
+            changed
+        };
+        self.groups.iter_mut().zip(units).map(replace).collect()
     }
 
     /// Frees the units behind the windows and chunks of a batch, then takes the units for its new tokens: of all groups
