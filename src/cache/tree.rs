@@ -317,9 +317,11 @@ impl Tree {
 
     /// Returns the last place, at or before `place`, from which a request can resume.
     pub(super) fn usable_place(&self, place: TreePosition) -> TreePosition {
-        if !self.is_stateful {
-            return place;
-        }
+        if self.is_stateful { self.last_snapshot_place(place) } else { place }
+    }
+
+    /// Returns the place of the last snapshot at or before `place`, or the beginning.
+    pub(super) fn last_snapshot_place(&self, place: TreePosition) -> TreePosition {
         let node = self.last_snapshot(place);
         TreePosition { node, pages: self.node(node).pages.len(), len: widen(self.node(node).end) }
     }
@@ -341,6 +343,11 @@ impl Tree {
     pub fn locked_pages(&self) -> Vec<Page> {
         let locked = self.nodes.iter().filter(|(_, node)| node.kind == Kind::Run && node.locks > 0);
         locked.flat_map(|(_, node)| node.pages.iter().copied()).collect()
+    }
+
+    /// Returns the pages of all nodes. Visits every node.
+    pub(super) fn all_pages(&self) -> Vec<Page> {
+        self.nodes.iter().flat_map(|(_, node)| node.pages.iter().copied()).collect()
     }
 
     #[inline]

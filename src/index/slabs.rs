@@ -4,10 +4,10 @@
 //! memory is split between groups in advance. Units are handed out from the fullest slab first, so that the others
 //! become empty; they never move.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, Result, try_collect, try_with_capacity, widen};
+use crate::base::{Error, ErrorKind, Result, try_collect, try_with_capacity, widen};
 
 use super::{BadFree, BadFrees, Bitmap, OnBadFree, on_bad_frees};
 
@@ -244,26 +244,67 @@ impl Slabs {
         Ok(taken)
     }
 
-    /// Makes units that [`Slabs::alloc`] handed out those of a prefix cache, as [`Slabs::alloc_held`] does.
+    /// Makes units that [`Slabs::alloc`] handed out, a list for each group, those of a prefix cache, as
+    /// [`Slabs::alloc_held`] does.
     ///
     /// # Errors
-    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for a unit that is not in use, or is
-    /// held by another; nothing is changed.
-    pub fn hold(&mut self, group: usize, units: &[u32]) -> Result<()> {
+    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for a unit that is not in use, is named
+    /// twice, or is held by another; nothing is changed.
+    pub fn hold(&mut self, units: &[Vec<u32>]) -> Result<()> {
+        for (group, wanted) in units.iter().enumerate() {
+            for (at, &unit) in wanted.iter().enumerate() {
+                if self.reason(group, unit.into()).is_ok() {
+                    let place = self.place(group, unit);
+                    self.held.insert(place);
+                    continue;
+                }
+                // What this call has held is given back, from the unit before this one on.
+                let mut before = units[..group].iter().enumerate().collect::<Vec<_>>();
+                let here = wanted[..at].to_vec();
+                before.push((group, &here));
+                for (other, held) in before {
+                    for &unit in held {
+                        let place = self.place(other, unit);
+                        self.held.remove(place);
+                    }
+                }
+                return Err(self.bad_hold(group, wanted));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the error of [`Slabs::hold`] for units of a group, one of which cannot be held.
+    #[cold]
+    fn bad_hold(&self, group: usize, units: &[u32]) -> Error {
         let mut bad = BadFrees::default();
-        for (at, &unit) in units.iter().enumerate() {
+        let mut known = HashSet::new();
+        for &unit in units {
             match self.reason(group, unit.into()) {
                 Err(reason) => bad.add(unit.into(), reason, 1),
-                Ok(_) if units[..at].contains(&unit) => bad.add(unit.into(), BadFree::NamedTwice, 1),
+                Ok(unit) if !known.insert(unit) => bad.add(unit.into(), BadFree::NamedTwice, 1),
                 Ok(_) => (),
             }
         }
-        let _ = on_bad_frees(bad, OnBadFree::Fail, "unit", units.len(), self.capacity())?;
-        for &unit in units {
-            let place = self.place(group, unit);
-            self.held.insert(place);
+        let report = bad.describe("unit", units.len());
+        let error =
+            Error::new(ErrorKind::IndexOwnership, format!("cannot publish {report}; nothing was changed"));
+        match bad.first().first() {
+            Some((unit, _)) => error.with_index(*unit),
+            None => error,
         }
-        Ok(())
+    }
+
+    /// Returns how many units of the slab of `unit` are in use.
+    #[must_use]
+    pub fn live_beside(&self, group: usize, unit: u32) -> u32 {
+        self.all[widen(unit / self.groups[group].units.numbers)].live
+    }
+
+    /// Returns how the units of a group are numbered, and what is kept for it.
+    #[must_use]
+    pub fn units(&self, group: usize) -> SlabUnits {
+        self.groups[group].units
     }
 
     /// Frees units of [`Slabs::alloc_held`] and [`Slabs::hold`].

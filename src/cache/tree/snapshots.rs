@@ -11,6 +11,7 @@ use std::cmp::Ordering;
 
 use crate::base::{KeyMap, StateSlot, widen};
 
+use super::cause::Cause;
 use super::evict::Evicted;
 use super::{FoundPrefix, Hold, Kind, NodeId, Tree};
 
@@ -233,6 +234,44 @@ impl Tree {
         let age_at = |node: NodeId| (self.now.since(self.nodes[node].history.used) + cached).max(1);
         let node = self.snapshots.next(at_end, age_at)?;
         self.remove_snapshot(node)
+    }
+
+    /// Evicts a snapshot at which no lease ends: a superseded one, or else, if `any` says so, the one that is worth
+    /// least (see [`Tree::evict_snapshot`]), and with it the pages of a leaf that it is the end of. Returns `None` if
+    /// there is none.
+    pub(in crate::cache) fn evict_unused_snapshot(&mut self, any: bool, cause: Cause) -> Option<Evicted> {
+        if !any && !self.snapshots.has_superseded() {
+            return None;
+        }
+        let cached = (self.counts.cached * self.page_size) as u64;
+        let age_at = |node: NodeId| (self.now.since(self.nodes[node].history.used) + cached).max(1);
+        let node = self.snapshots.next(None, age_at)?;
+        let mut evicted = Evicted::default();
+        if self.node(node).is_queued {
+            self.trim(node, self.node(node).pages.len(), cause, &mut evicted);
+        } else {
+            self.drop_snapshot(node, &mut evicted);
+        }
+        Some(evicted)
+    }
+
+    /// Returns the snapshot at the end of what was found.
+    pub(in crate::cache) fn snapshot_behind(&self, found: &FoundPrefix) -> Option<StateSlot> {
+        let place = found.place;
+        let is_whole = place.pages == self.node(place.node).pages.len();
+        if is_whole { self.snapshot_at(place.node) } else { None }
+    }
+
+    /// Takes the snapshot at the end of a hold, if nothing but that hold ends or goes on there.
+    pub(in crate::cache) fn take_own_snapshot(&mut self, hold: &mut Hold) -> Option<StateSlot> {
+        let is_alone = self.node(hold.node).children == 0 && self.is_alone_at(hold.node, hold);
+        if !is_alone {
+            return None;
+        }
+        if hold.own_snapshot == Some(hold.node) {
+            hold.own_snapshot = None;
+        }
+        self.remove_snapshot(hold.node)
     }
 
     /// Returns whether there is a snapshot at `node`, which is on the path to the end of `hold`, and no other

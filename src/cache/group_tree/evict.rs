@@ -1,0 +1,117 @@
+//! Evictions: what is worth nothing, then ends that are worth least, then leaves in the order of the policy.
+
+use crate::base::widen;
+use crate::cache::{Cause, Evicted};
+use crate::index::Slabs;
+
+use super::{GroupTree, is_state};
+
+/// Units that a tree has given up, for the caller to free.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[must_use]
+pub struct UnitsToFree {
+    /// The numbers of the units of each group; empty if there are none at all.
+    pub groups: Vec<Vec<u32>>,
+    /// The tokens that can no longer be found.
+    pub tokens: usize,
+}
+
+impl UnitsToFree {
+    /// Returns whether there are no units.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.groups.iter().all(Vec::is_empty)
+    }
+}
+
+/// The blocks that are evicted at a time where no group of pages is short, but a slab.
+const BLOCKS: usize = 16;
+
+impl GroupTree {
+    /// Gives up a few units, so that `wanted` units, a number for each group, come closer to fitting `slabs`. Returns
+    /// `None` if there is nothing to give up.
+    ///
+    /// In this order: units of windows that nothing needs, of the groups that are short, or that leave a slab empty;
+    /// ends, if states are short, and those that a later one of the same request supersedes, if windows are; leaves, in
+    /// the order of the policy; and what leases on longer prefixes do not need.
+    pub fn relieve(&mut self, wanted: &[usize], slabs: &Slabs, cause: Cause) -> Option<UnitsToFree> {
+        // The units of a group without which it would need a slab less.
+        let short = |(group, &count): (usize, &usize)| {
+            let missing = count.saturating_sub(slabs.counts(group).ready);
+            (missing > 0).then(|| (group, (missing - 1) % widen(slabs.units(group).units) + 1))
+        };
+        let short: Vec<(usize, usize)> = wanted.iter().enumerate().filter_map(short).collect();
+        for &(group, units) in &short {
+            if self.blocks.unneeded(group) > 0 {
+                return Some(self.free_unneeded(group, 0, units));
+            }
+        }
+        if let Some(freed) = self.free_unneeded_slab(slabs, true) {
+            return Some(freed);
+        }
+        let has_short = |is_of: fn(&GroupTree, usize) -> bool| short.iter().any(|&(group, _)| is_of(self, group));
+        let states = has_short(|tree, group| is_state(&tree.groups[group]));
+        let windows = has_short(|tree, group| tree.blocks.is_counted(group));
+        if (states || windows)
+            && let Some(evicted) = self.tree.evict_unused_snapshot(states, cause)
+        {
+            return Some(self.recycle(evicted));
+        }
+        let pages = short.iter().filter(|&&(group, _)| !is_state(&self.groups[group]));
+        let blocks = pages.map(|&(group, units)| units * self.blocks.pages_of_unit(group)).min();
+        if blocks.is_none()
+            && let Some(freed) = self.free_unneeded_slab(slabs, false)
+        {
+            return Some(freed);
+        }
+        let evicted = self.tree.evict(blocks.unwrap_or(BLOCKS), cause);
+        if !evicted.pages.is_empty() {
+            return Some(self.recycle(evicted));
+        }
+        if let Some(evicted) = self.tree.evict_unused_snapshot(true, cause) {
+            return Some(self.recycle(evicted));
+        }
+        self.free_unneeded_slab(slabs, false)
+    }
+
+    /// Frees up to `most` units of a group that nothing needs, from number `first` on.
+    fn free_unneeded(&mut self, group: usize, first: u32, most: usize) -> UnitsToFree {
+        let mut groups = vec![Vec::new(); self.groups.len()];
+        groups[group] = self.blocks.take_unneeded(group, first, most);
+        UnitsToFree { groups, tokens: 0 }
+    }
+
+    /// Frees the units that nothing needs of the slab that has the fewest others; of one that has no others, if that
+    /// `must` be.
+    fn free_unneeded_slab(&mut self, slabs: &Slabs, must: bool) -> Option<UnitsToFree> {
+        let of_group = |group: usize| {
+            let others = move |(first, count): (u32, u32)| (slabs.live_beside(group, first) - count, group, first, count);
+            self.blocks.unneeded_slabs(group).map(others)
+        };
+        let all = (0..self.groups.len()).flat_map(of_group);
+        let (_, group, first, count) = all.min().filter(|&(others, ..)| others == 0 || !must)?;
+        Some(self.free_unneeded(group, first, widen(count)))
+    }
+
+    /// Takes evicted blocks and ends out of the table. Returns their units.
+    pub(super) fn recycle(&mut self, evicted: Evicted) -> UnitsToFree {
+        if evicted.pages.is_empty() && evicted.states.is_empty() {
+            return UnitsToFree::default();
+        }
+        let mut groups = vec![Vec::new(); self.groups.len()];
+        // Ends count blocks that may be among those evicted.
+        for number in evicted.states {
+            let end = self.take_end(number);
+            self.blocks.count_needs(&self.groups, self.page_size, end.block, end.tokens, false);
+            self.blocks.forget_end(end.block);
+            let states = (0..self.groups.len()).filter(|&group| is_state(&self.groups[group]));
+            for (group, numbers) in states.zip(end.states) {
+                groups[group].extend(numbers);
+            }
+        }
+        for &block in &evicted.pages {
+            self.blocks.remove(block, |group, unit| groups[group].push(unit));
+        }
+        UnitsToFree { groups, tokens: evicted.pages.len() * self.page_size }
+    }
+}
