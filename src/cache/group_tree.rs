@@ -17,6 +17,7 @@
 //! publication.
 
 mod blocks;
+mod contents;
 mod evict;
 mod explain;
 mod invariants;
@@ -31,6 +32,7 @@ use super::tree::{Hold, ResumeAt, Tree, TreePosition, TreeStats};
 use super::{BlockTokens, CacheEvent, Cause, Digest, Namespace, PolicyKind, Tokens};
 use blocks::{Blocks, Presence};
 
+pub use contents::CachedPage;
 pub use evict::UnitsToFree;
 pub use explain::{GroupExplanation, GroupReason};
 pub use publish::{GroupPublication, PublicationPlan};
@@ -128,6 +130,8 @@ pub struct GroupTree {
     /// The ends, by the number of the snapshot that the tree has of each; `None` for a number that is not in use.
     ends: Vec<Option<End>>,
     vacant_ends: Vec<StateSlot>,
+    /// The number of holds.
+    holds: usize,
 }
 
 impl fmt::Debug for GroupTree {
@@ -163,7 +167,7 @@ impl GroupTree {
         let step = if has_states { 1 } else { groups.iter().map(pages).fold(1, least_common_multiple) };
         let blocks = Blocks::new(&groups, numbers, page_size);
         let (ends, vacant_ends) = (Vec::new(), Vec::new());
-        Self { tree, groups, numbers: numbers.to_vec(), page_size, step, blocks, ends, vacant_ends }
+        Self { tree, groups, numbers: numbers.to_vec(), page_size, step, blocks, ends, vacant_ends, holds: 0 }
     }
 
     /// Returns the groups.
@@ -233,6 +237,7 @@ impl GroupTree {
             tree.place_before(place, rules.usable(tree, blocks, place))
         })?;
         let hold = GroupHold { hold, own_end: None };
+        self.holds += 1;
         self.count_needs(&hold, true);
         Ok(hold)
     }
@@ -252,6 +257,7 @@ impl GroupTree {
 
     /// Ends a use of a prefix. Returns what was detached and had no other use.
     pub fn release(&mut self, hold: GroupHold) -> UnitsToFree {
+        self.holds -= 1;
         self.count_needs(&hold, false);
         let evicted = self.tree.release(hold.hold);
         self.recycle(evicted)
@@ -317,7 +323,7 @@ impl GroupTree {
         self.recycle(evicted)
     }
 
-    /// Removes everything, whether there are leases or not. The tree must not be used after this call.
+    /// Removes everything. There are no holds, and the tree must not be used after this call.
     pub fn take_all(&mut self) -> UnitsToFree {
         let evicted = self.tree.take_all();
         self.recycle(evicted)
@@ -354,7 +360,8 @@ impl Rules<'_> {
         let mut path = blocks.path(last, len / self.page_size);
         let mut pages = len / self.page_size;
         let has_reach = |group: &Group| !matches!(group.kind(), GroupKind::Full | GroupKind::State);
-        let windows = || (0..self.groups.len()).filter(|&group| has_reach(&self.groups[group]) && counts(group));
+        let windows =
+            || (0..self.groups.len()).filter(|&group| has_reach(&self.groups[group]) && counts(group));
         loop {
             pages -= pages % self.step;
             let mut before = pages;

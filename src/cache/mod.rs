@@ -33,8 +33,8 @@ mod tokens;
 mod tree;
 
 pub use group_tree::{
-    GroupExplanation, GroupHold, GroupPublication, GroupReason, GroupTree, LeasedUnits, PublicationPlan, UnitNumbers,
-    UnitsToFree,
+    CachedPage, GroupExplanation, GroupHold, GroupPublication, GroupReason, GroupTree, LeasedUnits,
+    PublicationPlan, UnitNumbers, UnitsToFree,
 };
 pub use journal::{CacheEvent, Tier};
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};

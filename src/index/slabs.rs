@@ -286,9 +286,11 @@ impl Slabs {
                 Ok(_) => (),
             }
         }
-        let report = bad.describe("unit", units.len());
-        let error =
-            Error::new(ErrorKind::IndexOwnership, format!("cannot publish {report}; nothing was changed"));
+        let named: Vec<_> =
+            bad.first().iter().map(|(unit, reason)| format!("{unit} ({})", reason.description())).collect();
+        let (dropped, total, named) = (bad.dropped(), units.len(), named.join(", "));
+        let text = format!("cannot publish {dropped} of {total} units: {named}; nothing was changed");
+        let error = Error::new(ErrorKind::IndexOwnership, text);
         match bad.first().first() {
             Some((unit, _)) => error.with_index(*unit),
             None => error,

@@ -11,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+mod arena_prefix_cache;
 mod batch_planner;
 mod buffer_pool;
 mod cache_arena;
@@ -36,6 +37,9 @@ mod table_mirror;
 mod token_to_kv_pool_allocator;
 mod workspace;
 
+pub use arena_prefix_cache::{
+    ArenaLease, ArenaPrefixCache, ArenaPrefixCacheConfig, ArenaPrefixCounts, ArenaPublished, CachedUnits,
+};
 pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix};
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
 pub use cache_arena::{CacheArena, CacheArenaConfig, ReclaimUnits};

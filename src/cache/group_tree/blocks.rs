@@ -174,7 +174,8 @@ impl Blocks {
     /// Takes up to `most` units of a group that nothing needs from their blocks, from number `first` on.
     pub(super) fn take_unneeded(&mut self, group: usize, first: u32, most: usize) -> Vec<u32> {
         let column = &mut self.columns[group];
-        let units: Vec<u32> = column.unneeded.units.range(first..).take(most).map(|(&unit, _)| unit).collect();
+        let units: Vec<u32> =
+            column.unneeded.units.range(first..).take(most).map(|(&unit, _)| unit).collect();
         for &unit in &units {
             let block = column.unneeded.remove(unit).expect("a unit that nothing needs");
             column.units[widen(block.number())] = EVICTED;

@@ -1,5 +1,7 @@
 //! Evictions: what is worth nothing, then ends that are worth least, then leaves in the order of the policy.
 
+use std::collections::{HashMap, HashSet};
+
 use crate::base::widen;
 use crate::cache::{Cause, Evicted};
 use crate::index::Slabs;
@@ -49,7 +51,8 @@ impl GroupTree {
         if let Some(freed) = self.free_unneeded_slab(slabs, true) {
             return Some(freed);
         }
-        let has_short = |is_of: fn(&GroupTree, usize) -> bool| short.iter().any(|&(group, _)| is_of(self, group));
+        let has_short =
+            |is_of: fn(&GroupTree, usize) -> bool| short.iter().any(|&(group, _)| is_of(self, group));
         let states = has_short(|tree, group| is_state(&tree.groups[group]));
         let windows = has_short(|tree, group| tree.blocks.is_counted(group));
         if (states || windows)
@@ -74,6 +77,71 @@ impl GroupTree {
         self.free_unneeded_slab(slabs, false)
     }
 
+    /// Returns false if `wanted` units would not fit `slabs` even if this tree gave up all that no lease needs. Looks at
+    /// every block where that is not obvious.
+    #[must_use]
+    pub fn may_fit(&self, wanted: &[usize], slabs: &Slabs) -> bool {
+        let short = |(group, &count): (usize, &usize)| {
+            let missing = count.saturating_sub(slabs.counts(group).ready);
+            (missing > 0).then_some((group, missing))
+        };
+        let short: Vec<_> = wanted.iter().enumerate().filter_map(short).collect();
+        let is_enough = |&(group, missing): &(usize, usize)| {
+            if self.blocks.is_counted(group) {
+                return missing <= self.blocks.unneeded(group);
+            }
+            if is_state(&self.groups[group]) {
+                let ends = (self.ends.len() - self.vacant_ends.len()).saturating_sub(self.holds);
+                return missing <= ends * self.numbers[group].of_unit;
+            }
+            missing * self.blocks.pages_of_unit(group) <= self.tree.evictable() / self.page_size
+        };
+        if short.iter().all(is_enough) {
+            return true;
+        }
+        let freeable = self.freeable();
+        let (mut empty, mut ready) = (slabs.empty(), vec![0; self.groups.len()]);
+        for ((group, first), count) in freeable {
+            if slabs.live_beside(group, first) == count {
+                empty += 1;
+            } else {
+                ready[group] += widen(count);
+            }
+        }
+        let slabs_of = |&(group, missing): &(usize, usize)| {
+            missing.saturating_sub(ready[group]).div_ceil(widen(slabs.units(group).units))
+        };
+        short.iter().map(slabs_of).sum::<usize>() <= empty
+    }
+
+    /// Returns how many units can be given up in each slab, by its group and its first number: those of blocks without
+    /// leases, and those of windows and states, some of which leases may need.
+    fn freeable(&self) -> HashMap<(usize, u32), u32> {
+        let locked: HashSet<_> = self.tree.locked_pages().into_iter().collect();
+        let mut freeable = HashMap::new();
+        let mut add = |group: usize, unit: u32| {
+            let of_slab = self.numbers[group].of_slab;
+            *freeable.entry((group, unit / of_slab * of_slab)).or_default() += 1;
+        };
+        for block in self.tree.all_pages() {
+            for group in (0..self.groups.len()).filter(|&group| !is_state(&self.groups[group])) {
+                let is_free = self.blocks.is_counted(group) || !locked.contains(&block);
+                if let Some(unit) = self.blocks.unit(group, block).filter(|_| is_free) {
+                    add(group, unit);
+                }
+            }
+        }
+        for end in self.ends.iter().flatten() {
+            let states = (0..self.groups.len()).filter(|&group| is_state(&self.groups[group]));
+            for (group, numbers) in states.zip(&end.states) {
+                for &number in numbers {
+                    add(group, number);
+                }
+            }
+        }
+        freeable
+    }
+
     /// Frees up to `most` units of a group that nothing needs, from number `first` on.
     fn free_unneeded(&mut self, group: usize, first: u32, most: usize) -> UnitsToFree {
         let mut groups = vec![Vec::new(); self.groups.len()];
@@ -85,7 +153,9 @@ impl GroupTree {
     /// `must` be.
     fn free_unneeded_slab(&mut self, slabs: &Slabs, must: bool) -> Option<UnitsToFree> {
         let of_group = |group: usize| {
-            let others = move |(first, count): (u32, u32)| (slabs.live_beside(group, first) - count, group, first, count);
+            let others = move |(first, count): (u32, u32)| {
+                (slabs.live_beside(group, first) - count, group, first, count)
+            };
             self.blocks.unneeded_slabs(group).map(others)
         };
         let all = (0..self.groups.len()).flat_map(of_group);

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::base::{Id, Result};
+use crate::base::Result;
 use crate::cache::tree::{Segment, SegmentState};
 use crate::cache::{Namespace, Tokens};
 

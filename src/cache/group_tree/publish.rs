@@ -89,7 +89,10 @@ impl GroupTree {
         };
         if units.len() != self.groups.len() {
             let groups = self.groups.len();
-            return Err(Error::argument(format!("units of {} groups were published; there are {groups}", units.len())));
+            return Err(Error::argument(format!(
+                "units of {} groups were published; there are {groups}",
+                units.len()
+            )));
         }
         for (group, given) in units.iter().enumerate() {
             let units = if is_state(&self.groups[group]) {
