@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from kvpool import _fork  # noqa: F401 - registers its handlers
 from kvpool._kvpool import (
+    ArenaLease,
+    ArenaPrefixCache,
     BatchPlan,
     BatchPlanner,
     Buffer,
@@ -30,10 +32,12 @@ from kvpool._kvpool import (
     FileStore,
     GDNPool,
     Group,
+    GroupReport,
     HostPlan,
     HostTier,
     KVPool,
     Lease,
+    LeasedUnits,
     Load,
     PagePool,
     Plane,
@@ -80,6 +84,8 @@ if TYPE_CHECKING:
     from kvpool.observe.snapshot_file import snapshot
 
 __all__ = [
+    "ArenaLease",
+    "ArenaPrefixCache",
     "ArgumentError",
     "BackendUnavailableError",
     "BatchPlan",
@@ -98,6 +104,7 @@ __all__ = [
     "FileStore",
     "GDNPool",
     "Group",
+    "GroupReport",
     "HostPlan",
     "HostTier",
     "IndexOwnershipError",
@@ -105,6 +112,7 @@ __all__ = [
     "KvPoolError",
     "Leak",
     "Lease",
+    "LeasedUnits",
     "Load",
     "OutOfMemoryError",
     "PagePool",

@@ -7,7 +7,7 @@
 use std::collections::{BTreeSet, HashSet};
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, ErrorKind, Result, try_collect, try_with_capacity, widen};
+use crate::base::{Error, Result, try_collect, try_with_capacity, widen};
 
 use super::{BadFree, BadFrees, Bitmap, OnBadFree, on_bad_frees};
 
@@ -248,9 +248,9 @@ impl Slabs {
     /// [`Slabs::alloc_held`] does.
     ///
     /// # Errors
-    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for a unit that is not in use, is named
-    /// twice, or is held by another; nothing is changed.
-    pub fn hold(&mut self, units: &[Vec<u32>]) -> Result<()> {
+    /// The first group with units that are not in use, are named twice, or are held by another, and those units;
+    /// nothing is changed.
+    pub fn hold(&mut self, units: &[Vec<u32>]) -> std::result::Result<(), (usize, BadFrees)> {
         for (group, wanted) in units.iter().enumerate() {
             for (at, &unit) in wanted.iter().enumerate() {
                 if self.reason(group, unit.into()).is_ok() {
@@ -268,15 +268,15 @@ impl Slabs {
                         self.held.remove(place);
                     }
                 }
-                return Err(self.bad_hold(group, wanted));
+                return Err((group, self.bad_hold(group, wanted)));
             }
         }
         Ok(())
     }
 
-    /// Returns the error of [`Slabs::hold`] for units of a group, one of which cannot be held.
+    /// Returns why units of a group cannot be held.
     #[cold]
-    fn bad_hold(&self, group: usize, units: &[u32]) -> Error {
+    fn bad_hold(&self, group: usize, units: &[u32]) -> BadFrees {
         let mut bad = BadFrees::default();
         let mut known = HashSet::new();
         for &unit in units {
@@ -286,15 +286,7 @@ impl Slabs {
                 Ok(_) => (),
             }
         }
-        let named: Vec<_> =
-            bad.first().iter().map(|(unit, reason)| format!("{unit} ({})", reason.description())).collect();
-        let (dropped, total, named) = (bad.dropped(), units.len(), named.join(", "));
-        let text = format!("cannot publish {dropped} of {total} units: {named}; nothing was changed");
-        let error = Error::new(ErrorKind::IndexOwnership, text);
-        match bad.first().first() {
-            Some((unit, _)) => error.with_index(*unit),
-            None => error,
-        }
+        bad
     }
 
     /// Returns how many units of the slab of `unit` are in use.

@@ -1,5 +1,7 @@
 //! `kvpool.CacheArena`.
 
+use std::sync::Arc;
+
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PySequence};
@@ -44,13 +46,13 @@ use super::pool_name::PoolName;
 ///     BackendUnavailableError: If `device` is not available.
 #[pyclass(extends = BasePool, frozen, module = "kvpool", name = "CacheArena")]
 pub(super) struct CacheArena {
-    pool: Pool,
+    pub(super) pool: Arc<Pool>,
     reporter: Reporter,
 }
 
 impl PoolClass for CacheArena {
     fn visit(&self, visitor: PoolVisitor<'_>) {
-        visitor(&self.pool);
+        visitor(&*self.pool);
     }
 }
 
@@ -105,7 +107,7 @@ impl CacheArena {
 }
 
 /// Returns the numbers of units, as ints or, for states that are placed layer by layer, as lists of them.
-fn flattened<'py>(units: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+pub(super) fn flattened<'py>(units: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let Ok(lists) = units.cast::<PyList>() else { return Ok(units.clone()) };
     if !lists.iter().next().is_some_and(|first| first.is_instance_of::<PyList>()) {
         return Ok(units.clone());
@@ -117,7 +119,7 @@ fn flattened<'py>(units: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     Ok(flat.into_any())
 }
 
-fn name_of(name: &Bound<'_, PyAny>) -> PyResult<String> {
+pub(super) fn name_of(name: &Bound<'_, PyAny>) -> PyResult<String> {
     name.extract()
         .map_err(|_| PyTypeError::new_err(format!("a group is named by a str, not {}", args::kind_of(name))))
 }
@@ -149,7 +151,7 @@ impl CacheArena {
         let backend = backend(py, args::device(py, device)?)?;
         let pool = py.detach(|| Pool::new(&config, &backend))?;
         let name = PoolName::next("CacheArena");
-        let pool = Self { pool, reporter: Reporter::new(&name) };
+        let pool = Self { pool: Arc::new(pool), reporter: Reporter::new(&name) };
         Ok(BasePool::named(name, Debug::OFF, pool))
     }
 
@@ -208,7 +210,7 @@ impl CacheArena {
         Ok(())
     }
 
-    /// Frees all units of all groups.
+    /// Frees all units of all groups, those of prefix caches and planners too: their leases end.
     fn clear(&self) {
         self.pool.clear();
     }

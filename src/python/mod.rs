@@ -14,6 +14,7 @@
               arguments arrive by value"
 )]
 
+mod arena_prefix_cache;
 mod args;
 mod base_pool;
 mod batch_planner;
@@ -213,6 +214,8 @@ mod _kvpool {
     };
     use crate::memory::prefer_huge_pages;
 
+    #[pymodule_export]
+    use super::arena_prefix_cache::{ArenaLease, ArenaPrefixCache, GroupReport, LeasedUnits};
     #[pymodule_export]
     use super::base_pool::{_pools, _report_leaks_with, BasePool};
     #[pymodule_export]

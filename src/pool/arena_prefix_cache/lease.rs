@@ -4,8 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{Epoch, Error, Result};
+use crate::base::{Epoch, Error, ErrorKind, Result};
 use crate::cache::{GroupHold, GroupPublication, LeasedUnits, Namespace, Tokens};
+use crate::index::BadFrees;
 use crate::pool::CacheArena;
 
 use super::cache_core::{ArenaCacheCore, ArenaCacheState, free_units};
@@ -151,7 +152,10 @@ impl ArenaLease {
                 if owner == Owner::User {
                     let given: Vec<Vec<u32>> =
                         units.iter().map(|units| units.iter().copied().flatten().collect()).collect();
-                    slabs.hold(&given)?;
+                    slabs.hold(&given).map_err(|(group, bad)| {
+                        let group = &arena.layout().groups()[group];
+                        not_owned_error(group.name(), &bad)
+                    })?;
                 }
                 free_units(slabs, &plan.duplicates);
                 Ok(())
@@ -181,6 +185,19 @@ impl ArenaLease {
         let hold = guard.as_mut().ok_or_else(|| stale_error("it was released"))?;
         let mut cache = self.core.at(self.epoch).ok_or_else(cleared_error)?;
         work(&mut cache, hold)
+    }
+}
+
+/// Returns the error of units that whoever publishes them does not own.
+#[cold]
+fn not_owned_error(group: &str, bad: &BadFrees) -> Error {
+    let named = bad.first().iter().map(|(unit, reason)| format!("{unit} ({})", reason.description()));
+    let (named, dropped) = (named.collect::<Vec<_>>().join(", "), bad.dropped());
+    let text = format!("{dropped} units of group {group} cannot be published: {named}; nothing was changed");
+    let error = Error::new(ErrorKind::IndexOwnership, text);
+    match bad.first().first() {
+        Some((unit, _)) => error.with_index(*unit),
+        None => error,
     }
 }
 
