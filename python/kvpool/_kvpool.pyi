@@ -3290,6 +3290,7 @@ class CacheArena(Pool):
         `ArenaPrefixStats` or `TierStats`.
         """
 
+@final
 class ArenaPrefixCache(Pool):
     """Keeps the units of prompts and answers by their tokens, so that a request that begins like an earlier one does not
     compute them again: the prefix cache of a `CacheArena`, for every group of its layout.
@@ -3456,7 +3457,7 @@ class ArenaLease:
             ArgumentError: If there is no such group.
             StaleError: If the lease was released, or the arena was cleared.
         """
-    def publish(self, token_ids: IndicesLike, units: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    def publish(self, token_ids: IndicesLike, units: dict[str, Any]) -> dict[str, list[Any]]:
         """Publishes what the request has computed since: its units become the cache's, and the lease grows over them.
 
         Units of tokens that another request has published in between are not kept twice: the caller's are freed, and the
@@ -3524,7 +3525,11 @@ class GroupReport:
         tokens behind them; `None` if none is.
         """
     @property
-    def reason(self) -> Literal["complete", "evicted", "never published", "no snapshot", "snapshot evicted", "part of an entry"]:
+    def reason(
+        self,
+    ) -> Literal[
+        "complete", "evicted", "never published", "no snapshot", "snapshot evicted", "part of an entry"
+    ]:
         """Why it is not longer: "complete" (it is all of the prompt's pages), "evicted", "never published" (or forgotten),
         "no snapshot", "snapshot evicted", or "part of an entry" (the last entry is of more tokens, and no state has the
         rest).

@@ -353,8 +353,9 @@ class PrefixStats(PoolStats):
 
 
 class ArenaPrefixStats(PoolStats):
-    """Statistics of `ArenaPrefixCache`, which hands out no units. Its `capacity` is in tokens: those of which the arena
-    could keep all units of full groups, if nothing else were in it.
+    """Statistics of `ArenaPrefixCache`, which hands out no units.
+
+    `capacity` is in tokens: those of which the arena could keep all units of full groups, and nothing else.
 
     Attributes:
         lookups: Calls of `match`.

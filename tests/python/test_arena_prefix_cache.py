@@ -1,4 +1,4 @@
-"""ArenaPrefixCache: prefixes of every group of a layout. Random histories are in Rust; this is its face in Python."""
+"""ArenaPrefixCache: prefixes of every group of a layout. Random histories are in Rust."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def compute(
     namespace: str | None = None,
     **more: list[Any],
 ) -> dict[str, list[Any]]:
-    """Match, compute and publish a prompt as a request does: with the units that it would still have at its end."""
+    """Match, compute and publish a prompt, with the units that a request still has at its end."""
     arena, end = cache.arena, len(tokens)
     with cache.match(tokens, namespace=namespace) as lease:
         given: dict[str, list[Any]] = {}
@@ -154,7 +154,7 @@ def test_a_state_needs_a_snapshot_exactly_there() -> None:
 
 
 def test_entries_of_many_tokens_do_not_lengthen_the_page() -> None:
-    """With a state, a match need not end where entries of 16 tokens do, and those of both sizes do not multiply."""
+    """With a state, a match need not end where entries of 8 and of 16 tokens do."""
     cache = make(full(stride=16), Group("other", "full", [5], K, stride=8), state())
     prompt = list(range(60))
     published = compute(cache, prompt[:28])
@@ -181,7 +181,7 @@ def test_states_of_single_layers_are_lists() -> None:
     layers = Group("state", "state", list(range(8)), [Plane("recurrent", "float32", (256, 64))])
     layout = CacheLayout([full(), layers], page_size=PAGE)
     arena = CacheArena(layout, 1 << 21, "cpu", strict=True)
-    assert arena.slabs.by_layer
+    assert arena.slabs.by_layer("state")
     cache = ArenaPrefixCache(arena)
     published = compute(cache, list(range(8)))
     assert np.shape(published["state"]) == (1, 8)
@@ -254,13 +254,27 @@ def test_a_publication_gives_what_alloc_gave() -> None:
         assert lease.publish(np.arange(8), units) == taken
 
 
-WRONG: dict[str, tuple[Callable[[dict[str, list[Any]]], tuple[list[int], dict[str, Any]]], type[Exception], str]] = {
+WRONG: dict[
+    str, tuple[Callable[[dict[str, list[Any]]], tuple[list[int], dict[str, Any]]], type[Exception], str]
+] = {
     "a part of a page": (lambda u: (list(range(10)), u), ArgumentError, "10 tokens were published"),
-    "tokens of no lease": (lambda u: ([9, *range(1, 12)], u), ArgumentError, "differ from those of the lease at position 0"),
+    "tokens of no lease": (
+        lambda u: ([9, *range(1, 12)], u),
+        ArgumentError,
+        "differ from those of the lease at position 0",
+    ),
     "fewer tokens": (lambda u: (list(range(4)), u), ArgumentError, "4 tokens were published by a lease of 8"),
     "no token": (lambda u: ([*range(8), 1, 2, 3, -4], u), ArgumentError, "outside"),
-    "too few": (lambda u: (list(range(16)), u), ArgumentError, "1 units of group full were published for 2 positions"),
-    "a hole": (lambda u: (list(range(12)), {**u, "full": [None]}), ArgumentError, "unit 2 of group full is missing"),
+    "too few": (
+        lambda u: (list(range(16)), u),
+        ArgumentError,
+        "1 units of group full were published for 2 positions",
+    ),
+    "a hole": (
+        lambda u: (list(range(12)), {**u, "full": [None]}),
+        ArgumentError,
+        "unit 2 of group full is missing",
+    ),
     "no such group": (lambda u: (list(range(12)), {**u, "none": []}), ArgumentError, "there is no group"),
     "an end without its window": (
         lambda u: (list(range(12)), {**u, "window": [None]}),
@@ -268,10 +282,22 @@ WRONG: dict[str, tuple[Callable[[dict[str, list[Any]]], tuple[list[int], dict[st
         "unit 2 of group window is missing; a request that goes on behind the snapshot at 12",
     ),
     "two snapshots": (lambda u: (list(range(12)), {**u, "state": u["state"] * 2}), ArgumentError, "it has 1"),
-    "no unit": (lambda u: (list(range(12)), {**u, "full": [1 << 20]}), IndexOwnershipError, "1 units of group full cannot be published"),
+    "no unit": (
+        lambda u: (list(range(12)), {**u, "full": [1 << 20]}),
+        IndexOwnershipError,
+        "1 units of group full cannot be published",
+    ),
     "a padding unit": (lambda u: (list(range(12)), {**u, "full": [0]}), IndexOwnershipError, "0"),
-    "a negative unit": (lambda u: (list(range(12)), {**u, "full": [-1]}), ArgumentError, "unit -1 of group full"),
-    "another group's unit": (lambda u: (list(range(12)), {**u, "full": u["window"]}), IndexOwnershipError, "not allocated"),
+    "a negative unit": (
+        lambda u: (list(range(12)), {**u, "full": [-1]}),
+        ArgumentError,
+        "unit -1 of group full",
+    ),
+    "another group's unit": (
+        lambda u: (list(range(12)), {**u, "full": u["window"]}),
+        IndexOwnershipError,
+        "not allocated",
+    ),
     "a word": (lambda u: (list(range(12)), {**u, "full": ["x"]}), TypeError, "int"),
     "a group by number": (lambda u: (list(range(12)), {0: u["full"]}), TypeError, "named by a str"),  # type: ignore[dict-item]
 }
@@ -378,7 +404,7 @@ def test_unknown_groups_are_refused() -> None:
     with pytest.raises(StateError, match="without events"):
         cache.events()
     with pytest.raises(TypeError):
-        cache.match(["a"])
+        cache.match(["a"])  # type: ignore[list-item]
     with pytest.raises(ArgumentError):
         cache.match([-1])
 
@@ -393,7 +419,9 @@ def test_what_nothing_needs_goes_first() -> None:
     lease = cache.match([])
     for end in (16, 32, 48):
         first = len(lease) // PAGE
-        lease.publish(prompt[:end], some(arena.alloc({"full": end // PAGE - first, "window": end // PAGE - first})))
+        lease.publish(
+            prompt[:end], some(arena.alloc({"full": end // PAGE - first, "window": end // PAGE - first}))
+        )
     assert cache.group_stats("window") == {"units": 12, "tokens": 48, "unneeded": 10, "evicted": 0}
     taken = 0
     while arena.alloc({"window": 1}):
@@ -505,7 +533,12 @@ def test_statistics_and_events() -> None:
     cache.match(prompt).release()
     stats = cache.stats()
     assert set(stats) == {*kvpool.typing.ArenaPrefixStats.__annotations__, "capacity", "bytes"}
-    assert (stats["lookups"], stats["hit_tokens"], stats["missed_tokens"], stats["published"]) == (2, 16, 16, 16)
+    assert (stats["lookups"], stats["hit_tokens"], stats["missed_tokens"], stats["published"]) == (
+        2,
+        16,
+        16,
+        16,
+    )
     assert (stats["cached"], stats["units"], stats["snapshots"]) == (16, 4 + 2 + 1, 1)
     [stored] = cache.events()
     assert isinstance(stored, kvpool.Stored)

@@ -56,8 +56,11 @@ impl ArenaPrefixCounts {
     }
 }
 
-/// Returns the tokens of which an arena could keep all units that a prefix always has; of windows, if there are no such
-/// units.
+/// The tokens that a snapshot counts for where nothing else is kept.
+const SNAPSHOT_TOKENS: usize = 64;
+
+/// Returns the tokens of which an arena could keep all units that a prefix always has; those of windows, or a snapshot
+/// for every few tokens, if there are no such units.
 fn capacity_of(arena: &CacheArena) -> usize {
     let (layout, page_size) = (arena.layout(), arena.layout().page_size());
     let bytes = |is_counted: fn(GroupKind) -> bool| -> usize {
@@ -65,8 +68,10 @@ fn capacity_of(arena: &CacheArena) -> usize {
         groups.map(|group| group.layers().len() * group.entry_bytes() * page_size / group.stride()).sum()
     };
     let full = bytes(|kind| kind == GroupKind::Full);
-    let page_bytes = if full > 0 { full } else { bytes(|kind| kind != GroupKind::State) };
-    arena.mem_bytes() / page_bytes.max(1) * page_size
+    let windows = bytes(|kind| kind != GroupKind::State);
+    let snapshots = bytes(|kind| kind == GroupKind::State) / SNAPSHOT_TOKENS;
+    let page_bytes = [full, windows, snapshots].into_iter().find(|&bytes| bytes > 0).unwrap_or(1);
+    arena.mem_bytes() / page_bytes * page_size
 }
 
 /// Returns an empty tree for a cache.

@@ -468,6 +468,22 @@ ENTRIES: dict[str, Entry] = {
     "BufferPool.clear": Entry(lambda w: w.buffers.clear(), WORKS),
     "Buffer.release": Entry(lambda w: w.buffer.release(), WORKS),
     "Buffer.with": Entry(lambda w: _with(w.buffer), WORKS),
+    # ArenaPrefixCache: the tree and the units are on the host. Before the arena is cleared.
+    "ArenaPrefixCache()": Entry(lambda w: w.spare.append(kvpool.ArenaPrefixCache(w.arena)), WORKS),
+    "ArenaPrefixCache.match": Entry(lambda w: len(w.arena_cache.match([1, 2, 3, 4])) == 4, WORKS),
+    "ArenaPrefixCache.cached_len": Entry(lambda w: w.arena_cache.cached_len([1, 2, 3, 4]), WORKS),
+    "ArenaPrefixCache.explain": Entry(lambda w: w.arena_cache.explain([1, 2, 3, 4]), WORKS),
+    "ArenaPrefixCache.group_stats": Entry(lambda w: w.arena_cache.group_stats("full"), WORKS),
+    "ArenaPrefixCache.cached_size": Entry(lambda w: w.arena_cache.cached_size(), WORKS),
+    "ArenaPrefixCache.evictable_size": Entry(lambda w: w.arena_cache.evictable_size(), WORKS),
+    "ArenaPrefixCache.locked_size": Entry(lambda w: w.arena_cache.locked_size(), WORKS),
+    "ArenaPrefixCache.events": Entry(lambda w: w.arena_cache.events(), WORKS),
+    "ArenaPrefixCache.verify": Entry(lambda w: w.arena_cache.verify(), WORKS),
+    "ArenaPrefixCache.clear": Entry(lambda w: w.arena_cache.clear(), WORKS),
+    "ArenaLease.units": Entry(lambda w: w.arena_lease.units("full"), WORKS),
+    "ArenaLease.publish": Entry(lambda w: w.arena_lease.publish(range(1, 9), w.more_units), WORKS),
+    "ArenaLease.with": Entry(lambda w: w.arena_cache.match([]).__enter__().__exit__(), WORKS),
+    "ArenaLease.release": Entry(lambda w: w.arena_cache.match([]).release(), WORKS),
     # CacheArena: units are numbers on the host.
     "CacheArena.alloc": Entry(lambda w: w.arena.alloc({"full": 1}), WORKS),
     "CacheArena.fits": Entry(lambda w: w.arena.fits({"full": 1}), WORKS),
@@ -499,6 +515,8 @@ ENTRIES: dict[str, Entry] = {
 }
 
 INSTANCES: dict[str, Callable[[World], object]] = {
+    "ArenaLease": lambda w: w.arena_lease,
+    "ArenaPrefixCache": lambda w: w.arena_cache,
     "BatchPlan": lambda w: w.plan,
     "BatchPlanner": lambda w: w.planner,
     "Block": lambda w: w.blocks.block,
@@ -511,6 +529,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "Fetch": lambda w: w.fetch,
     "FileStore": lambda w: w.files.store,
     "GDNPool": lambda w: w.gdn,
+    "GroupReport": lambda w: w.arena_cache.explain([1, 2])[0],
     "HostPlan": lambda w: w.plan.host,
     "HostTier": lambda w: w.tier,
     "KVPool": lambda w: w.kv,
@@ -519,6 +538,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "HybridNode": lambda w: w.hybrid.info(w.node),
     "HybridStep": lambda w: w.step,
     "Lease": lambda w: w.lease,
+    "LeasedUnits": lambda w: w.arena_lease.units("full"),
     "Load": lambda w: w.load,
     "LocalGPUPool": lambda w: w.local,
     "LocalPool": lambda w: w.local,
