@@ -33,7 +33,7 @@ use super::{BlockTokens, CacheEvent, Cause, Digest, Namespace, PolicyKind, Token
 use blocks::{Blocks, Presence};
 
 pub use contents::CachedPage;
-pub use evict::UnitsToFree;
+pub use evict::{Relief, UnitsToFree};
 pub use explain::{GroupExplanation, GroupReason};
 pub use publish::{GroupPublication, PublicationPlan};
 
@@ -203,8 +203,8 @@ impl GroupTree {
     #[must_use]
     pub fn units_of(&self, group: usize) -> usize {
         if is_state(&self.groups[group]) {
-            let states = self.ends.iter().flatten().map(|end| end.states.len().min(1)).sum::<usize>();
-            return states * self.numbers[group].of_unit;
+            // Every end has a snapshot of every state.
+            return (self.ends.len() - self.vacant_ends.len()) * self.numbers[group].of_unit;
         }
         self.blocks.count(group)
     }

@@ -34,7 +34,7 @@ mod tree;
 
 pub use group_tree::{
     CachedPage, GroupExplanation, GroupHold, GroupPublication, GroupReason, GroupTree, LeasedUnits,
-    PublicationPlan, UnitNumbers, UnitsToFree,
+    PublicationPlan, Relief, UnitNumbers, UnitsToFree,
 };
 pub use journal::{CacheEvent, Tier};
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};

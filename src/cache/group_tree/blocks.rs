@@ -29,6 +29,8 @@ struct Column {
     is_state: bool,
     /// The pages of a unit, which ends in the block of the last one.
     pages: usize,
+    /// The most units of a window or chunk that a lease needs, its sinks included.
+    most_of_lease: usize,
     /// The units of sinks, which stay as long as their blocks.
     sinks: usize,
     /// Whether units count what needs them: those of windows and chunks.
@@ -112,6 +114,7 @@ impl Blocks {
             let tokens = group.unit_tokens(page_size);
             Column {
                 is_state: tokens.is_none(),
+                most_of_lease: tokens.map_or(0, |tokens| most_of_lease(group.kind(), tokens)),
                 pages: tokens.map_or(1, |tokens| tokens / page_size),
                 sinks: tokens.map_or(0, |tokens| group.kind().sinks().div_ceil(tokens)),
                 is_counted: matches!(group.kind(), GroupKind::Window { .. } | GroupKind::Chunk { .. }),
@@ -147,6 +150,11 @@ impl Blocks {
     /// Returns whether the units of a group count what needs them: those of windows and chunks.
     pub(super) fn is_counted(&self, group: usize) -> bool {
         self.columns[group].is_counted
+    }
+
+    /// Returns the most units of a window or chunk that a lease needs.
+    pub(super) fn most_of_lease(&self, group: usize) -> usize {
+        self.columns[group].most_of_lease
     }
 
     /// Returns whether a prefix has the unit at `position` of a group as long as it has its last page.
@@ -339,6 +347,16 @@ impl Column {
         *needs -= 1;
         if *needs == 0 && unit < EVICTED {
             self.unneeded.insert(unit, block);
+        }
+    }
+}
+
+/// Returns the most units, of `each` tokens, that a lease needs of a window or chunk.
+fn most_of_lease(kind: GroupKind, each: usize) -> usize {
+    match kind {
+        GroupKind::Full | GroupKind::State => 0,
+        GroupKind::Window { tokens, sinks } | GroupKind::Chunk { tokens, sinks } => {
+            tokens.div_ceil(each) + 1 + sinks.div_ceil(each)
         }
     }
 }

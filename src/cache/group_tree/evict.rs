@@ -29,6 +29,22 @@ impl UnitsToFree {
 /// The blocks that are evicted at a time where no group of pages is short, but a slab.
 const BLOCKS: usize = 16;
 
+/// Returns the groups whose slabs lack some of `wanted` units, and how many.
+fn short_groups(wanted: &[usize], slabs: &Slabs) -> Vec<(usize, usize)> {
+    let short = |(group, &count): (usize, &usize)| {
+        let missing = count.saturating_sub(slabs.counts(group).ready);
+        (missing > 0).then_some((group, missing))
+    };
+    wanted.iter().enumerate().filter_map(short).collect()
+}
+
+/// What a call that relieves an arena has tried already.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Relief {
+    /// No slab has only units that nothing needs.
+    has_no_slab: bool,
+}
+
 impl GroupTree {
     /// Gives up a few units, so that `wanted` units, a number for each group, come closer to fitting `slabs`. Returns
     /// `None` if there is nothing to give up.
@@ -36,20 +52,35 @@ impl GroupTree {
     /// In this order: units of windows that nothing needs, of the groups that are short, or that leave a slab empty;
     /// ends, if states are short, and those that a later one of the same request supersedes, if windows are; leaves, in
     /// the order of the policy; and what leases on longer prefixes do not need.
-    pub fn relieve(&mut self, wanted: &[usize], slabs: &Slabs, cause: Cause) -> Option<UnitsToFree> {
-        // The units of a group without which it would need a slab less.
-        let short = |(group, &count): (usize, &usize)| {
-            let missing = count.saturating_sub(slabs.counts(group).ready);
-            (missing > 0).then(|| (group, (missing - 1) % widen(slabs.units(group).units) + 1))
+    ///
+    /// `relief` is that of one call that is short: the slabs are looked through until none is left that helps.
+    pub fn relieve(
+        &mut self,
+        wanted: &[usize],
+        slabs: &Slabs,
+        relief: &mut Relief,
+        cause: Cause,
+    ) -> Option<UnitsToFree> {
+        let short = short_groups(wanted, slabs);
+        let of_slab = |group: usize| widen(slabs.units(group).units);
+        let needed: usize = short.iter().map(|&(group, missing)| missing.div_ceil(of_slab(group))).sum();
+        let there = needed.saturating_sub(slabs.missing(wanted));
+        // At least the units without which a group needs a slab less, and those for which no slab is there.
+        let least = |(group, missing): (usize, usize)| {
+            let few = (missing - 1) % of_slab(group) + 1;
+            (group, few.max(missing.saturating_sub(there * of_slab(group))))
         };
-        let short: Vec<(usize, usize)> = wanted.iter().enumerate().filter_map(short).collect();
+        let short: Vec<(usize, usize)> = short.into_iter().map(least).collect();
         for &(group, units) in &short {
             if self.blocks.unneeded(group) > 0 {
                 return Some(self.free_unneeded(group, 0, units));
             }
         }
-        if let Some(freed) = self.free_unneeded_slab(slabs, true) {
-            return Some(freed);
+        if !relief.has_no_slab {
+            if let Some(freed) = self.free_unneeded_slab(slabs, true) {
+                return Some(freed);
+            }
+            relief.has_no_slab = true;
         }
         let has_short =
             |is_of: fn(&GroupTree, usize) -> bool| short.iter().any(|&(group, _)| is_of(self, group));
@@ -81,20 +112,17 @@ impl GroupTree {
     /// every block where that is not obvious.
     #[must_use]
     pub fn may_fit(&self, wanted: &[usize], slabs: &Slabs) -> bool {
-        let short = |(group, &count): (usize, &usize)| {
-            let missing = count.saturating_sub(slabs.counts(group).ready);
-            (missing > 0).then_some((group, missing))
-        };
-        let short: Vec<_> = wanted.iter().enumerate().filter_map(short).collect();
+        let short = short_groups(wanted, slabs);
+        // At most so many units are kept by leases.
         let is_enough = |&(group, missing): &(usize, usize)| {
-            if self.blocks.is_counted(group) {
-                return missing <= self.blocks.unneeded(group);
-            }
-            if is_state(&self.groups[group]) {
-                let ends = (self.ends.len() - self.vacant_ends.len()).saturating_sub(self.holds);
-                return missing <= ends * self.numbers[group].of_unit;
-            }
-            missing * self.blocks.pages_of_unit(group) <= self.tree.evictable() / self.page_size
+            let kept = if is_state(&self.groups[group]) {
+                self.holds * self.numbers[group].of_unit
+            } else if self.blocks.is_counted(group) {
+                self.holds * self.blocks.most_of_lease(group)
+            } else {
+                self.tree.locked() / self.page_size
+            };
+            missing + kept <= self.units_of(group)
         };
         if short.iter().all(is_enough) {
             return true;

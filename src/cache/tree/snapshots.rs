@@ -24,6 +24,8 @@ const LIKELY: u64 = 4;
 #[derive(Debug, Default)]
 pub(super) struct Snapshots {
     by_node: KeyMap<NodeId, Snapshot>,
+    /// The number of superseded ones, all of which are unused.
+    superseded: usize,
 }
 
 #[derive(Debug)]
@@ -82,7 +84,8 @@ impl Snapshots {
     }
 
     fn remove(&mut self, node: NodeId) -> Option<StateSlot> {
-        let Snapshot { slot, above, below, .. } = self.by_node.remove(&node)?;
+        let Snapshot { slot, above, below, rank, .. } = self.by_node.remove(&node)?;
+        self.superseded -= usize::from(rank == SnapshotRank::Superseded);
         if below > 0 {
             for other in self.by_node.values_mut().filter(|other| other.above == Some(node)) {
                 other.above = above;
@@ -97,6 +100,7 @@ impl Snapshots {
     /// Records that a lease ends at `node`. A snapshot from which another request resumes is not superseded.
     pub(super) fn set_used(&mut self, node: NodeId) {
         if let Some(snapshot) = self.by_node.get_mut(&node) {
+            self.superseded -= usize::from(snapshot.rank == SnapshotRank::Superseded);
             snapshot.rank = SnapshotRank::Last;
             (snapshot.was_chosen, snapshot.is_unused) = (true, false);
         }
@@ -119,12 +123,13 @@ impl Snapshots {
     /// Makes the snapshot at `node` superseded, so that it is evicted before others, if no lease ends there.
     fn supersede(&mut self, node: NodeId) {
         if let Some(snapshot) = self.by_node.get_mut(&node).filter(|snapshot| snapshot.is_unused) {
+            self.superseded += usize::from(snapshot.rank != SnapshotRank::Superseded);
             snapshot.rank = SnapshotRank::Superseded;
         }
     }
 
-    fn has_superseded(&self) -> bool {
-        self.by_node.values().any(|one| one.is_unused && one.rank == SnapshotRank::Superseded)
+    const fn has_superseded(&self) -> bool {
+        self.superseded > 0
     }
 
     /// Returns the snapshot to evict next for one after `own`, of those that are unused and `own`: of the
@@ -294,6 +299,10 @@ impl Tree {
     /// Describes a broken link between the snapshots, if there is one.
     pub(super) fn broken_snapshot(&self) -> Option<String> {
         let by_node = &self.snapshots.by_node;
+        let superseded = by_node.values().filter(|one| one.rank == SnapshotRank::Superseded).count();
+        if superseded != self.snapshots.superseded {
+            return Some(format!("{superseded} snapshots are superseded, not {}", self.snapshots.superseded));
+        }
         by_node.iter().find_map(|(&node, snapshot)| {
             let here = self.node(node);
             let before = self.path(here.parent).find(|&at| self.node(at).has_snapshot);
@@ -301,6 +310,10 @@ impl Tree {
                 return Some(format!("the snapshot of {node:?} is linked to {:?}", snapshot.above));
             }
             let below = by_node.values().filter(|other| other.above == Some(node)).count();
+            let is_superseded = snapshot.rank == SnapshotRank::Superseded;
+            if is_superseded && !snapshot.is_unused {
+                return Some(format!("the snapshot of {node:?} is superseded and in use"));
+            }
             (snapshot.below != below).then(|| format!("{node:?} counts {} snapshots below", snapshot.below))
         })
     }

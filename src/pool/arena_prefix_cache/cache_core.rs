@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use crate::base::lock_order::{RankedGuard, RankedMutex};
 use crate::base::{Epoch, Result};
-use crate::cache::{Cause, GroupTree, Pressure, UnitNumbers, UnitsToFree};
+use crate::cache::{Cause, GroupTree, Pressure, Relief, UnitNumbers, UnitsToFree};
 use crate::index::Slabs;
 use crate::layout::GroupKind;
 use crate::memory::Stream;
@@ -125,12 +125,12 @@ impl ReclaimUnits for ArenaCacheCore {
         let ArenaCacheState { groups, counts, epoch, .. } = &mut *cache;
         let cause = Cause { pressure: Pressure::Alloc, at: Instant::now() };
         let has_freed = self.arena.in_epoch(*epoch, |slabs| {
-            let mut has_freed = false;
+            let (mut has_freed, mut relief) = (false, Relief::default());
             if slabs.missing(wanted) == 0 || !groups.may_fit(wanted, slabs) {
                 return has_freed;
             }
             while slabs.missing(wanted) > 0
-                && let Some(freed) = groups.relieve(wanted, slabs, cause)
+                && let Some(freed) = groups.relieve(wanted, slabs, &mut relief, cause)
             {
                 counts.record_evicted(&freed);
                 free_units(slabs, &freed.groups);
