@@ -61,6 +61,11 @@ PAGES = (
         "The prefix cache",
         ("PrefixCache", "Lease", "Load", "Fetch", "Published", "Segment", "Stored", "Removed", "Cleared"),
     ),
+    Page(
+        "cached-units",
+        "The prefix cache of an arena",
+        ("ArenaPrefixCache", "ArenaLease", "LeasedUnits", "GroupReport"),
+    ),
     Page("tiers", "Tiers and stores", ("HostTier", "FileStore", "Store", "StoreTransfer")),
     Page("chunks", "Chunks", ("ChunkPool", "Chunk", "ChunkCopy")),
     Page("scratch", "Buffers, pages and arenas", ("BufferPool", "Buffer", "PagePool", "Workspace")),

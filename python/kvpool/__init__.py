@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 from kvpool import _fork  # noqa: F401 - registers its handlers
 from kvpool._kvpool import (
+    ArenaLease,
     ArenaPlan,
     ArenaPlanner,
+    ArenaPrefixCache,
     BatchPlan,
     BatchPlanner,
     Buffer,
@@ -33,10 +35,12 @@ from kvpool._kvpool import (
     GDNPool,
     Group,
     GroupPlan,
+    GroupReport,
     HostPlan,
     HostTier,
     KVPool,
     Lease,
+    LeasedUnits,
     Load,
     PagePool,
     Plane,
@@ -83,8 +87,10 @@ if TYPE_CHECKING:
     from kvpool.observe.snapshot_file import snapshot
 
 __all__ = [
+    "ArenaLease",
     "ArenaPlan",
     "ArenaPlanner",
+    "ArenaPrefixCache",
     "ArgumentError",
     "BackendUnavailableError",
     "BatchPlan",
@@ -104,6 +110,7 @@ __all__ = [
     "GDNPool",
     "Group",
     "GroupPlan",
+    "GroupReport",
     "HostPlan",
     "HostTier",
     "IndexOwnershipError",
@@ -111,6 +118,7 @@ __all__ = [
     "KvPoolError",
     "Leak",
     "Lease",
+    "LeasedUnits",
     "Load",
     "OutOfMemoryError",
     "PagePool",

@@ -14,6 +14,7 @@ from typing_extensions import Self, disjoint_base
 from kvpool.observe.leaks import ExpectBalanced, Leak
 from kvpool.store import Store
 from kvpool.typing import (
+    ArenaPrefixStats,
     ArenaStats,
     BlockLike,
     BufferStats,
@@ -53,8 +54,10 @@ __all__ = [
     "_ERROR_CLASSES",
     "_STORAGE_DTYPES",
     "AddressSpace",
+    "ArenaLease",
     "ArenaPlan",
     "ArenaPlanner",
+    "ArenaPrefixCache",
     "BatchPlan",
     "BatchPlanner",
     "Block",
@@ -75,6 +78,7 @@ __all__ = [
     "GDNPool",
     "Group",
     "GroupPlan",
+    "GroupReport",
     "HostPlan",
     "HostTier",
     "HybridFrees",
@@ -84,6 +88,7 @@ __all__ = [
     "HybridTree",
     "KVPool",
     "Lease",
+    "LeasedUnits",
     "Load",
     "OffloadOrder",
     "OffloadRequest",
@@ -306,7 +311,7 @@ class Pool:
     """The base class of every pool: a name, statistics (`stats()`), and the owners of its units.
 
     Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
-    `CacheArena`, `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache` and `HostTier`.
+    `CacheArena`, `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache`, `ArenaPrefixCache` and `HostTier`.
 
     A pool cannot be pickled or copied: `pickle` and `copy` raise `TypeError`. `KVPool`,
     `TokenToKVPoolAllocator` and `ReqToTokenPool` can be base classes of Python classes. As with `tuple`,
@@ -333,8 +338,8 @@ class Pool:
     def stats(self) -> PoolStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
-        `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats` or `TierStats`.
         """
     def used_on(self, tensor: TensorLike, stream: StreamLike | None = None) -> None:
         """Records that work on a stream uses memory of a pool. The memory returns to the driver only after that
@@ -625,8 +630,8 @@ class KVPool(Pool):
     def stats(self) -> KVStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
-        `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats` or `TierStats`.
         """
 
 @disjoint_base
@@ -989,8 +994,8 @@ class TokenToKVPoolAllocator(Pool):
     def stats(self) -> SlotStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
-        `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats` or `TierStats`.
         """
 
 @final
@@ -1183,8 +1188,8 @@ class ReqToTokenPool(Pool):
     def stats(self) -> CountedStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
-        `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats` or `TierStats`.
         """
 
 @final
@@ -1677,8 +1682,8 @@ class GDNPool(Pool):
     def stats(self) -> TrackStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
-        `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats` or `TierStats`.
         """
 
 @final
@@ -2705,8 +2710,8 @@ class PrefixCache(Pool):
     def stats(self) -> PrefixStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
-        `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats` or `TierStats`.
         """
 
 @final
@@ -3284,8 +3289,253 @@ class CacheArena(Pool):
     def stats(self) -> ArenaStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
-        `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats` or `TierStats`.
+        """
+
+@final
+class ArenaPrefixCache(Pool):
+    """Keeps the units of prompts and answers by their tokens, so that a request that begins like an earlier one does not
+    compute them again: the prefix cache of a `CacheArena`, for every group of its layout.
+
+    A prefix is found up to the last page at which every group can go on: full groups have all units, windows those that
+    the next token sees, chunks those of the current chunk, both their sinks, and states a snapshot exactly there. Entries
+    of several tokens need not be whole at that page if the layout has a state, which knows the rest.
+
+    The cache owns units of the arena, from their publication to their eviction; requests hold leases. A lease locks what
+    a request needs to go on, and not what is behind a window. A call of the arena that is short of units evicts what is
+    worth least: units of windows that nothing needs, snapshots, ends of prefixes in the order of the policy. If all that
+    would not suffice, it evicts nothing and fails. Freeing a cached unit through the arena is an invalid free.
+
+    Token ids are ints in `[0, 2**31)`, as those of `PrefixCache`. Prefixes are compared token by token, never by a hash. A
+    namespace (a str, bytes or an int, such as an adapter or a tenant) keeps prefixes apart: two namespaces share nothing.
+
+    All calls are atomic and thread-safe, and make no CUDA call. Clearing the arena empties the cache. On a GPU, publish
+    when the work that writes the units is enqueued on the current stream: prefixes are valid in the order of that stream.
+
+    Args:
+        arena: The arena of the units.
+        policy: The order in which ends of prefixes are evicted: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
+        events: Whether to record changes for `events`.
+        name: The name of this pool. Defaults to the class name and a number, such as "ArenaPrefixCache-0".
+
+    Raises:
+        ConfigError: If `policy` is unknown.
+    """
+
+    def __new__(
+        cls,
+        arena: CacheArena,
+        *,
+        policy: Policy = "adaptive",
+        events: bool = False,
+        name: str | None = None,
+    ) -> ArenaPrefixCache: ...
+    @property
+    def arena(self) -> CacheArena:
+        """The arena of the units."""
+    @property
+    def policy(self) -> Policy:
+        """The name of the policy."""
+    def match(
+        self,
+        token_ids: IndicesLike,
+        *,
+        max_tokens: SupportsIndex | None = None,
+        namespace: Namespace = None,
+    ) -> ArenaLease:
+        """Leases the longest cached prefix at which every group can go on. What was found counts as used. A miss is a lease
+        of length 0, through which the request publishes what it computes.
+
+        Args:
+            token_ids: Token ids of the prompt.
+            max_tokens: Maximum length in tokens. Engines pass `len(token_ids) - 1`: the last token must be computed.
+            namespace: A str, bytes or an int; `None` is a namespace of its own.
+
+        Raises:
+            ArgumentError: If a token is outside of [0, 2**31), or `max_tokens` is negative.
+            TypeError: If `token_ids` are not ints, or `namespace` is of another type.
+        """
+    def cached_len(
+        self,
+        token_ids: IndicesLike,
+        *,
+        max_tokens: SupportsIndex | None = None,
+        namespace: Namespace = None,
+    ) -> int:
+        """Returns the length that `match` would find, without a lease and without refreshing it.
+
+        Raises:
+            ArgumentError: If `max_tokens` is negative.
+            TypeError: As in `match`.
+        """
+    def explain(self, token_ids: IndicesLike, *, namespace: Namespace = None) -> list[GroupReport]:
+        """Returns how far each group could go on alone, and why not further. A match is at most as long as the shortest of
+        them. Refreshes nothing; a call for debugging, because it looks at every namespace.
+
+        Args:
+            token_ids: As in `match`.
+            namespace: As in `match`.
+
+        Returns:
+            A list of `GroupReport`, one a group, in their order.
+
+        Raises:
+            ArgumentError: As in `match`.
+            TypeError: As in `match`.
+        """
+    def clear(self, namespace: Namespace = None) -> None:
+        """Gives up all prefixes, or those of a namespace. Prefixes with a lease are no longer found, and are given up when
+        their last lease ends.
+        """
+    def events(self) -> list[Stored | Removed | Cleared]:
+        """Returns the changes since the last call, in order: objects of `Stored`, `Removed` and `Cleared`, as those of
+        `PrefixCache.events`. A page is stored as long as its tokens are known here; a match may end before it, where a
+        window or a state was evicted.
+
+        Raises:
+            StateError: If the cache was made without `events=True`.
+        """
+    def group_stats(self, group: str) -> dict[str, int]:
+        """Returns what the cache has of a group: `units`, `tokens` (that the units stand for; 0 for states), `unneeded`
+        (units that no lease and no expected match needs, the first to be evicted) and `evicted` (units, since the cache
+        was made). States that are placed layer by layer count each layer.
+
+        Raises:
+            ArgumentError: If there is no such group.
+        """
+    def cached_size(self) -> int:
+        """Returns the number of cached tokens."""
+    def evictable_size(self) -> int:
+        """Returns the number of cached tokens that no lease holds."""
+    def locked_size(self) -> int:
+        """Returns the number of cached tokens that leases hold."""
+    def verify(self) -> None:
+        """Checks every invariant of the cache.
+
+        Raises:
+            IndexOwnershipError: If a check fails, with a description.
+        """
+    def stats(self) -> ArenaPrefixStats:
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats` or `TierStats`.
+        """
+
+@final
+class ArenaLease:
+    """A request's hold on a cached prefix: what the request needs to go on is not evicted. As a context manager it is
+    released at the end of the block; a lease that is dropped is released, too.
+    """
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prefix, in whole pages.
+
+        Raises:
+            StaleError: If the lease was released, or the arena was cleared.
+        """
+    @property
+    def known_length(self) -> int:
+        """Tokens that were known at the match, in whole pages: more than `length` if not every group could go on at their
+        end. Other prompts diverge from this one there: end a chunk of the prefill there, and publish it.
+
+        Raises:
+            StaleError: If the lease was released, or the arena was cleared.
+        """
+    def __len__(self) -> int:
+        """Return len(self)."""
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace of the prefix."""
+    @property
+    def closed(self) -> bool:
+        """Whether the lease was released, or the arena was cleared."""
+    def units(self, group: str) -> LeasedUnits:
+        """Returns the units of a group that a request needs to go on behind the prefix; of a state, the snapshot at its end,
+        from which the request copies: the cache owns it and does not change it.
+
+        Raises:
+            ArgumentError: If there is no such group.
+            StaleError: If the lease was released, or the arena was cleared.
+        """
+    def publish(self, token_ids: IndicesLike, units: dict[str, Any]) -> dict[str, list[Any]]:
+        """Publishes what the request has computed since: its units become the cache's, and the lease grows over them.
+
+        Units of tokens that another request has published in between are not kept twice: the caller's are freed, and the
+        request continues with those that the call returns. What the cache lacks for such tokens, a unit of a window or a
+        snapshot, it takes.
+
+        Args:
+            token_ids: Token ids of the whole prefix, from the first one on, in whole pages.
+            units: The units by the name of the group, as `CacheArena.alloc` gives them; the caller's ownership passes to
+                the cache. Of a group of pages, one for each position from that of the lease's end on, without one that is
+                not full at the end of the tokens, and `None` for those that the request has given up behind a window. Of
+                states, a snapshot of the state behind the last token, or nothing; of all states or none.
+
+        Returns:
+            The cache's units for the same positions, by the name of the group. `None` for a unit that neither had; an empty
+            list for a state without a snapshot.
+
+        Nothing is changed if the call raises.
+
+        Raises:
+            ArgumentError: If `token_ids` are not whole pages, do not begin with the tokens of the lease, or one is outside
+                of [0, 2**31); if there is no such group; if units are too few or too many, or one is `None` that a prefix
+                always has or that a request needs to go on behind a snapshot.
+            IndexOwnershipError: If a unit is not in use, listed twice, or owned by a cache or a planner.
+            StaleError: If the lease was released, or the arena was cleared.
+            TypeError: If a unit is not an int or `None`.
+        """
+    def release(self) -> None:
+        """Ends the lease. Does nothing if it has ended."""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class LeasedUnits:
+    """Units of a group that a request needs to go on behind a prefix."""
+
+    @property
+    def sinks(self) -> list[int]:
+        """The units of the sinks, which are units 0, 1, ... of the request; those that are among `units` are left out."""
+    @property
+    def first(self) -> int:
+        """The position of the first of `units`, in units of the group: 0 for full groups and states."""
+    @property
+    def units(self) -> list[Any]:
+        """The units from there on to the end of the prefix, without one that is not full; of a state, the snapshot, as
+        `CacheArena.alloc` gives one. `None` for a unit that the publication of the lease did not have.
+        """
+
+@final
+class GroupReport:
+    """How far a group could go on alone, and why not further."""
+
+    @property
+    def group(self) -> str:
+        """The name of the group."""
+    @property
+    def kind(self) -> GroupKind:
+        """The kind of the group: "full", "window", "chunk" or "state"."""
+    @property
+    def length(self) -> int:
+        """The longest prefix, in tokens, at which the group could go on."""
+    @property
+    def missing(self) -> tuple[int, int] | None:
+        """The first and one past the last token of the units that are missing to go on where the known tokens end, or of the
+        tokens behind them; `None` if none is.
+        """
+    @property
+    def reason(
+        self,
+    ) -> Literal[
+        "complete", "evicted", "never published", "no snapshot", "snapshot evicted", "part of an entry"
+    ]:
+        """Why it is not longer: "complete" (it is all of the prompt's pages), "evicted", "never published" (or forgotten),
+        "no snapshot", "snapshot evicted", or "part of an entry" (the last entry is of more tokens, and no state has the
+        rest).
         """
 
 @final
@@ -3672,8 +3922,8 @@ class PagePool(Pool):
     def stats(self) -> CountedStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
-        `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats` or `TierStats`.
         """
 
 @final
@@ -3789,8 +4039,8 @@ class ChunkPool(Pool):
     def stats(self) -> ChunkStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
-        `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats` or `TierStats`.
         """
 
 @final
@@ -4029,8 +4279,8 @@ class BufferPool(Pool):
     def stats(self) -> BufferStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
-        `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats` or `TierStats`.
         """
 
 @final
@@ -4122,8 +4372,8 @@ class _Workspace(Pool):
     def stats(self) -> UnitStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
-        `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats` or `TierStats`.
         """
     def _reset(self) -> bool:
         """Takes back the tensors of `empty` and `zeros`. Returns `False`, and does nothing, while PyTorch holds
@@ -4204,8 +4454,8 @@ class HostTier(Pool):
     def stats(self) -> TierStats:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
-        `TierStats`.
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats` or `TierStats`.
         """
     def mem_bytes(self) -> int:
         """Bytes of the memory."""

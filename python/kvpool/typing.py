@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "ArenaPrefixStats",
     "ArenaStats",
     "ArrayLike",
     "BlockLike",
@@ -347,6 +348,42 @@ class PrefixStats(PoolStats):
     cached: int
     evictable: int
     locked: int
+    nodes: int
+    snapshots: int
+
+
+class ArenaPrefixStats(PoolStats):
+    """Statistics of `ArenaPrefixCache`, which hands out no units.
+
+    `capacity` is in tokens: those of which the arena could keep all units of full groups, and nothing else.
+
+    Attributes:
+        lookups: Calls of `match`.
+        hit_tokens: Tokens that were found, over all lookups.
+        missed_tokens: Tokens that were not found, over all lookups.
+        published: Tokens that requests have published.
+        duplicates: Published tokens that were cached before.
+        evicted: Tokens that were evicted.
+        cached: Tokens that are cached.
+        evictable: Cached tokens that no lease holds.
+        locked: Cached tokens that are in use.
+        units: Units of all groups; each layer of a state that is placed layer by layer counts.
+        evicted_units: Units that were evicted.
+        nodes: Nodes of the tree.
+        snapshots: Snapshots of states.
+    """
+
+    lookups: int
+    hit_tokens: int
+    missed_tokens: int
+    published: int
+    duplicates: int
+    evicted: int
+    cached: int
+    evictable: int
+    locked: int
+    units: int
+    evicted_units: int
     nodes: int
     snapshots: int
 

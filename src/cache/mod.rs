@@ -7,6 +7,7 @@
 //! | for | use |
 //! |---|---|
 //! | finding, holding, adding and evicting prefixes | [`Tree`], [`Hold`] |
+//! | the same for the units of several groups of a layout | [`GroupTree`], [`GroupHold`] |
 //! | names of nodes, for trees of engines | [`NodeHandle`] |
 //! | the order of eviction | [`Policy`], one small type each |
 //! | token ids of a caller, compared in place | [`Tokens`] |
@@ -18,6 +19,7 @@
 
 #![forbid(unsafe_code)]
 
+mod group_tree;
 mod journal;
 mod keys;
 mod namespace;
@@ -30,6 +32,10 @@ mod rolling_hash;
 mod tokens;
 mod tree;
 
+pub use group_tree::{
+    CachedPage, GroupExplanation, GroupHold, GroupPublication, GroupReason, GroupTree, LeasedUnits,
+    PublicationPlan, Relief, UnitNumbers, UnitsToFree,
+};
 pub use journal::{CacheEvent, Tier};
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;

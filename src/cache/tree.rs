@@ -19,7 +19,7 @@ mod uses;
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 
-use crate::base::{Id, Page, Result, widen};
+use crate::base::{Id, Page, Result, StateSlot, widen};
 
 use super::keys::PageHash;
 use super::node_arena::NodeArena;
@@ -317,9 +317,11 @@ impl Tree {
 
     /// Returns the last place, at or before `place`, from which a request can resume.
     pub(super) fn usable_place(&self, place: TreePosition) -> TreePosition {
-        if !self.is_stateful {
-            return place;
-        }
+        if self.is_stateful { self.last_snapshot_place(place) } else { place }
+    }
+
+    /// Returns the place of the last snapshot at or before `place`, or the beginning.
+    pub(super) fn last_snapshot_place(&self, place: TreePosition) -> TreePosition {
         let node = self.last_snapshot(place);
         TreePosition { node, pages: self.node(node).pages.len(), len: widen(self.node(node).end) }
     }
@@ -341,6 +343,25 @@ impl Tree {
     pub fn locked_pages(&self) -> Vec<Page> {
         let locked = self.nodes.iter().filter(|(_, node)| node.kind == Kind::Run && node.locks > 0);
         locked.flat_map(|(_, node)| node.pages.iter().copied()).collect()
+    }
+
+    /// Returns the runs that can be found: the namespace, the tokens from the first one on, the pages of the run and the
+    /// snapshot at its end.
+    pub(super) fn found_runs(
+        &self,
+    ) -> impl Iterator<Item = (&Namespace, Vec<i32>, Vec<Page>, Option<StateSlot>)> + '_ {
+        let runs = self.nodes.iter().filter(|(_, node)| node.kind == Kind::Run && !node.pages.is_empty());
+        runs.filter_map(|(id, node)| {
+            let namespace = self.roots.name(node.root)?;
+            let path: Vec<_> = self.path(id).collect();
+            let tokens = path.iter().rev().flat_map(|&id| self.node(id).tokens.iter().copied());
+            Some((namespace, tokens.collect(), node.pages.to_vec(), self.snapshot_at(id)))
+        })
+    }
+
+    /// Returns the pages of all nodes. Visits every node.
+    pub(super) fn all_pages(&self) -> Vec<Page> {
+        self.nodes.iter().flat_map(|(_, node)| node.pages.iter().copied()).collect()
     }
 
     #[inline]

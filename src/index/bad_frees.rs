@@ -33,7 +33,7 @@ pub enum BadFree {
 }
 
 impl BadFree {
-    pub(super) const fn description(self) -> &'static str {
+    pub(crate) const fn description(self) -> &'static str {
         match self {
             Self::OutOfRange => "out of range",
             Self::Padding => "padding",

@@ -4,7 +4,7 @@
 //! memory is split between groups in advance. Units are handed out from the fullest slab first, so that the others
 //! become empty; they never move.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
 use crate::base::bounded::narrow;
 use crate::base::{Error, Result, try_collect, try_with_capacity, widen};
@@ -230,7 +230,7 @@ impl Slabs {
     /// assert_eq!(slabs.alloc_held(&[1]).unwrap(), Some(vec![vec![4]]));
     /// let bad = slabs.free(0, &[4], OnBadFree::Report).unwrap();
     /// assert_eq!(bad.first(), [(4, BadFree::OtherOwner)]);
-    /// slabs.free_held(0, &mut [4]);
+    /// slabs.free_held(0, &[4]);
     /// assert_eq!(slabs.empty(), 1);
     /// ```
     pub fn alloc_held(&mut self, wanted: &[usize]) -> Result<Option<Vec<Vec<u32>>>> {
@@ -244,37 +244,69 @@ impl Slabs {
         Ok(taken)
     }
 
-    /// Makes units that [`Slabs::alloc`] handed out those of a prefix cache, as [`Slabs::alloc_held`] does.
+    /// Makes units that [`Slabs::alloc`] handed out, a list for each group, those of a prefix cache, as
+    /// [`Slabs::alloc_held`] does.
     ///
     /// # Errors
-    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for a unit that is not in use, or is
-    /// held by another; nothing is changed.
-    pub fn hold(&mut self, group: usize, units: &[u32]) -> Result<()> {
-        let mut bad = BadFrees::default();
-        for (at, &unit) in units.iter().enumerate() {
-            match self.reason(group, unit.into()) {
-                Err(reason) => bad.add(unit.into(), reason, 1),
-                Ok(_) if units[..at].contains(&unit) => bad.add(unit.into(), BadFree::NamedTwice, 1),
-                Ok(_) => (),
+    /// The first group with units that are not in use, are named twice, or are held by another, and those units;
+    /// nothing is changed.
+    pub fn hold(&mut self, units: &[Vec<u32>]) -> std::result::Result<(), (usize, BadFrees)> {
+        for (group, wanted) in units.iter().enumerate() {
+            for (at, &unit) in wanted.iter().enumerate() {
+                if self.reason(group, unit.into()).is_ok() {
+                    let place = self.place(group, unit);
+                    self.held.insert(place);
+                    continue;
+                }
+                // What this call has held is given back, from the unit before this one on.
+                let mut before = units[..group].iter().enumerate().collect::<Vec<_>>();
+                let here = wanted[..at].to_vec();
+                before.push((group, &here));
+                for (other, held) in before {
+                    for &unit in held {
+                        let place = self.place(other, unit);
+                        self.held.remove(place);
+                    }
+                }
+                return Err((group, self.bad_hold(group, wanted)));
             }
-        }
-        let _ = on_bad_frees(bad, OnBadFree::Fail, "unit", units.len(), self.capacity())?;
-        for &unit in units {
-            let place = self.place(group, unit);
-            self.held.insert(place);
         }
         Ok(())
     }
 
-    /// Frees units of [`Slabs::alloc_held`] and [`Slabs::hold`], and sorts them: units of a slab are freed together.
+    /// Returns why units of a group cannot be held.
+    #[cold]
+    fn bad_hold(&self, group: usize, units: &[u32]) -> BadFrees {
+        let mut bad = BadFrees::default();
+        let mut known = HashSet::new();
+        for &unit in units {
+            match self.reason(group, unit.into()) {
+                Err(reason) => bad.add(unit.into(), reason, 1),
+                Ok(unit) if !known.insert(unit) => bad.add(unit.into(), BadFree::NamedTwice, 1),
+                Ok(_) => (),
+            }
+        }
+        bad
+    }
+
+    /// Returns how many units of the slab of `unit` are in use.
+    #[must_use]
+    pub fn live_beside(&self, group: usize, unit: u32) -> u32 {
+        self.all[widen(unit / self.groups[group].units.numbers)].live
+    }
+
+    /// Returns how the units of a group are numbered, and what is kept for it.
+    #[must_use]
+    pub fn units(&self, group: usize) -> SlabUnits {
+        self.groups[group].units
+    }
+
+    /// Frees units of [`Slabs::alloc_held`] and [`Slabs::hold`]. Those of a slab are freed together where they ascend.
     ///
     /// # Panics
     /// If one of them is not held: its holder has lost count.
-    pub fn free_held(&mut self, group: usize, units: &mut [u32]) {
+    pub fn free_held(&mut self, group: usize, units: &[u32]) {
         let numbers = self.groups[group].units.numbers;
-        if !units.is_sorted() {
-            units.sort_unstable();
-        }
         for freed in units.chunk_by(|one, other| one / numbers == other / numbers) {
             let before = self.held.len();
             for run in freed.chunk_by(|one, other| one + 1 == *other) {

@@ -272,6 +272,14 @@ impl UnitTable {
     }
 }
 
+/// Frees units, sorted, so that those of a slab are freed together.
+fn free_sorted(slabs: &mut Slabs, group: usize, units: &mut [u32]) {
+    if !units.is_sorted() {
+        units.sort_unstable();
+    }
+    slabs.free_held(group, units);
+}
+
 #[derive(Clone, Copy, Default)]
 struct UnitRequest {
     /// Tokens that have units.
@@ -588,7 +596,7 @@ impl UnitTables {
                 count += table.rule.end(seq).saturating_sub(table.kept[widen(row.number())].end);
             }
             if !self.freed.is_empty() {
-                slabs.free_held(group, &mut self.freed);
+                free_sorted(slabs, group, &mut self.freed);
             }
             wanted.push(widen(count));
         }
@@ -622,7 +630,7 @@ impl UnitTables {
             if end < table.kept[widen(row.number())].end {
                 self.freed.clear();
                 table.cut(row, end, &mut self.freed);
-                slabs.free_held(group, &mut self.freed);
+                free_sorted(slabs, group, &mut self.freed);
             }
             if tokens == 0 {
                 table.leased[widen(row.number())] = 0;

@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::fmt::{self, Write as _};
+use std::ops::Range;
 
 use crate::base::{DType, Error, Result, bytes_of, try_to_vec};
 
@@ -161,6 +162,15 @@ pub struct Share {
 impl Share {
     /// All of it, as with one rank, or with ranks that all have the same.
     pub const WHOLE: Self = Self { part: 0, parts: 1 };
+}
+
+/// The units of a prefix that a request needs to go on behind it: positions in units of the group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PrefixUnits {
+    /// Units of sinks at the beginning, before `units`.
+    pub sinks: usize,
+    /// The others.
+    pub units: Range<usize>,
 }
 
 /// Layers whose entries live and die together, with one index space.
@@ -356,6 +366,24 @@ impl Group {
     #[must_use]
     pub fn unit_entries(&self, page_size: usize) -> usize {
         self.unit_tokens(page_size).map_or(1, |tokens| tokens / self.stride)
+    }
+
+    /// Returns the whole units of a prefix of `tokens` tokens that a request needs to go on behind it. `None` for
+    /// states. Where `tokens` ends within an entry of several tokens, what is known of it is in a state.
+    ///
+    /// ```
+    /// use kvpool::base::DType;
+    /// use kvpool::layout::{Group, GroupKind, Plane};
+    /// let k = vec![Plane::new("k", DType::BF16, &[8, 64]).unwrap()];
+    /// let group = Group::new("window", GroupKind::Window { tokens: 33, sinks: 4 }, &[0], k).unwrap();
+    /// let needed = group.prefix_units(160, 16).unwrap();
+    /// assert_eq!((needed.sinks, needed.units), (1, 8..10));
+    /// ```
+    #[must_use]
+    pub fn prefix_units(&self, tokens: usize, page_size: usize) -> Option<PrefixUnits> {
+        let each = self.unit_tokens(page_size)?;
+        let (begin, end) = ((tokens - self.kind.reach(tokens)) / each, tokens / each);
+        Some(PrefixUnits { sinks: begin.min(self.kind.sinks().div_ceil(each)), units: begin..end })
     }
 
     /// Returns the bytes of a unit in all layers.

@@ -19,7 +19,7 @@ mod placement;
 mod slabs;
 mod table;
 
-pub use cache_layout::{CacheLayout, Group, GroupKind, Plane, Share};
+pub use cache_layout::{CacheLayout, Group, GroupKind, Plane, PrefixUnits, Share};
 pub use piece::PieceLayout;
 pub use placement::{GroupPlacement, PlaneOrder, PlaneRuns};
 pub use slabs::{SlabGroup, SlabLayout, SlabOptions};

@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 mod arena_planner;
+mod arena_prefix_cache;
 mod batch_planner;
 mod block_table;
 mod buffer_pool;
@@ -39,6 +40,9 @@ mod token_to_kv_pool_allocator;
 mod workspace;
 
 pub use arena_planner::{ArenaPlan, ArenaPlanner, ArenaPlannerConfig, PlanArray};
+pub use arena_prefix_cache::{
+    ArenaLease, ArenaPrefixCache, ArenaPrefixCacheConfig, ArenaPrefixCounts, ArenaPublished, CachedUnits,
+};
 pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix};
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};
 pub use cache_arena::{CacheArena, CacheArenaConfig, ReclaimUnits};

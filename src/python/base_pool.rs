@@ -47,7 +47,7 @@ pub(super) trait PoolClass:
 /// The base class of every pool: a name, statistics (`stats()`), and the owners of its units.
 ///
 /// Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
-/// `CacheArena`, `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache` and `HostTier`.
+/// `CacheArena`, `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache`, `ArenaPrefixCache` and `HostTier`.
 ///
 /// A pool cannot be pickled or copied: `pickle` and `copy` raise `TypeError`. `KVPool`,
 /// `TokenToKVPoolAllocator` and `ReqToTokenPool` can be base classes of Python classes. As with `tuple`,
@@ -243,8 +243,8 @@ impl BasePool {
 
     /// Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
     /// `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
-    /// out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats` or
-    /// `TierStats`.
+    /// out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+    /// `ArenaPrefixStats` or `TierStats`.
     fn stats<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         (slf.get().class.before_stats)(slf)?;
         let (py, stats) = (slf.py(), Self::read(slf, |pool| pool.stats()));

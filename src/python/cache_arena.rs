@@ -107,7 +107,7 @@ impl CacheArena {
 }
 
 /// Returns the numbers of units, as ints or, for states that are placed layer by layer, as lists of them.
-fn flattened<'py>(units: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+pub(super) fn flattened<'py>(units: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let Ok(lists) = units.cast::<PyList>() else { return Ok(units.clone()) };
     if !lists.iter().next().is_some_and(|first| first.is_instance_of::<PyList>()) {
         return Ok(units.clone());
@@ -119,7 +119,7 @@ fn flattened<'py>(units: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     Ok(flat.into_any())
 }
 
-fn name_of(name: &Bound<'_, PyAny>) -> PyResult<String> {
+pub(super) fn name_of(name: &Bound<'_, PyAny>) -> PyResult<String> {
     name.extract()
         .map_err(|_| PyTypeError::new_err(format!("a group is named by a str, not {}", args::kind_of(name))))
 }
@@ -210,7 +210,7 @@ impl CacheArena {
         Ok(())
     }
 
-    /// Frees all units of all groups.
+    /// Frees all units of all groups, those of prefix caches and planners too: their leases end.
     fn clear(&self) {
         self.pool.clear();
     }

@@ -15,6 +15,7 @@
 )]
 
 mod arena_planner;
+mod arena_prefix_cache;
 mod args;
 mod base_pool;
 mod batch_planner;
@@ -216,6 +217,8 @@ mod _kvpool {
 
     #[pymodule_export]
     use super::arena_planner::{ArenaPlan, ArenaPlanner, GroupPlan};
+    #[pymodule_export]
+    use super::arena_prefix_cache::{ArenaLease, ArenaPrefixCache, GroupReport, LeasedUnits};
     #[pymodule_export]
     use super::base_pool::{_pools, _report_leaks_with, BasePool};
     #[pymodule_export]

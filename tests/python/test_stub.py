@@ -32,11 +32,15 @@ DEVICES = {
 }
 CLASSES: list[type] = [
     *DEVICES,
+    kvpool.ArenaLease,
+    kvpool.ArenaPrefixCache,
     kvpool.Buffer,
     kvpool.Chunk,
     kvpool.ChunkCopy,
     kvpool.Cleared,
+    kvpool.GroupReport,
     kvpool.Lease,
+    kvpool.LeasedUnits,
     kvpool.PrefixCache,
     kvpool.Published,
     kvpool.Removed,
@@ -97,8 +101,12 @@ def refused(call: Callable[[Any], object], name: str) -> set[str]:
 def test_names_in_types_are_those_that_calls_take() -> None:
     kv = kvpool.KVPool(64, 1, 1, 4, "cpu")
     slots = kvpool.TokenToKVPoolAllocator(64, "cpu")
+    arena = kvpool.CacheArena(kv.cache_layout, 1 << 14, "cpu")
     calls: dict[str, list[Callable[[Any], Any]]] = {
-        "Policy": [lambda name: kvpool.PrefixCache(slots, policy=name).policy],
+        "Policy": [
+            lambda name: kvpool.PrefixCache(slots, policy=name).policy,
+            lambda name: kvpool.ArenaPrefixCache(arena, policy=name).policy,
+        ],
         "Rounding": [lambda name: kvpool.BufferPool("cpu", rounding=name).rounding],
         "WriteMode": [lambda name: kvpool.HostTier(kv, 64, write=name).write],
         "Layout": [lambda name: kvpool.KVPool(64, 1, 1, 4, "cpu", layout=name).layout],

@@ -21,10 +21,10 @@ use kvpool::memory::{
     Stream, StreamSet, system_page_size,
 };
 use kvpool::pool::{
-    AllocatorConfig, Attempt, Batch, BatchPlanner, CacheArena, CacheArenaConfig, ChunkConfig, ChunkPool,
-    Fence, FileStore, FileStoreConfig, GdnConfig, GdnPool, Grant, Lease, PlannerConfig, Prefix, PrefixCache,
-    PrefixCacheConfig, Publication, PutAfter, RemoteStore, ReqToTokenConfig, ReqToTokenPool, Store,
-    StoreCallQueue, TokenToKvPoolAllocator,
+    AllocatorConfig, ArenaPrefixCache, ArenaPrefixCacheConfig, Attempt, Batch, BatchPlanner, CacheArena,
+    CacheArenaConfig, ChunkConfig, ChunkPool, Fence, FileStore, FileStoreConfig, GdnConfig, GdnPool, Grant,
+    Lease, PlannerConfig, Prefix, PrefixCache, PrefixCacheConfig, Publication, PutAfter, RemoteStore,
+    ReqToTokenConfig, ReqToTokenPool, Store, StoreCallQueue, TokenToKvPoolAllocator,
 };
 use kvpool::tensor::TensorView;
 use kvpool::transfer::{CopyQueue, Disk};
@@ -129,6 +129,41 @@ fn units_of_an_arena_have_one_owner() {
         assert_eq!(giver.join().unwrap(), 0);
         let states = 1 + more.map_or(0, |units| units[1].len());
         assert_eq!(arena.group_counts(1).unwrap().0.in_use, states);
+        arena.verify().unwrap();
+    });
+}
+
+#[test]
+fn a_prefix_of_an_arena_is_evicted_or_leased() {
+    try_all(None, || {
+        let plane = Plane::new("k", DType::U8, &[64]).unwrap();
+        let full = Group::new("full", GroupKind::Full, &[0], vec![plane]).unwrap();
+        let config = CacheArenaConfig {
+            layout: CacheLayout::new("", 1, vec![full]).unwrap(),
+            // Padding, and a slab of one page.
+            arena_bytes: 2 * 64,
+            floors: Vec::new(),
+            slabs: SlabOptions::default(),
+            strict: true,
+        };
+        let host: Arc<dyn Backend> = Arc::new(Host);
+        let arena = Arc::new(CacheArena::new(&config, &host).unwrap());
+        let config = ArenaPrefixCacheConfig { policy: PolicyKind::Lru, events: None };
+        let cache = Arc::new(ArenaPrefixCache::new(config, Arc::clone(&arena)).unwrap());
+        let tokens: &[i32] = &[7];
+        let unit = arena.alloc(&[1]).unwrap().unwrap()[0][0];
+        let lease = cache.match_prefix(&Namespace::Unnamed, &tokens, 1).unwrap();
+        lease.publish(&tokens, &[vec![Some(unit)]]).unwrap();
+        drop(lease);
+        // One wants the unit that the other finds.
+        let taker = {
+            let arena = Arc::clone(&arena);
+            thread::spawn(move || arena.alloc(&[1]).unwrap())
+        };
+        let lease = cache.match_prefix(&Namespace::Unnamed, &tokens, 1).unwrap();
+        let taken = taker.join().unwrap();
+        assert_eq!(taken.is_some(), lease.is_empty().unwrap());
+        cache.verify().unwrap();
         arena.verify().unwrap();
     });
 }

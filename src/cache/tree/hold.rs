@@ -53,19 +53,31 @@ impl Tree {
     /// # Errors
     /// Returns an error if a token cannot be read or is not a token id. Nothing is changed then.
     pub fn match_prefix(&mut self, namespace: &Namespace, tokens: &dyn Tokens, limit: usize) -> Result<Hold> {
+        self.match_at(namespace, tokens, limit, Self::usable_place)
+    }
+
+    /// Works like [`Tree::match_prefix`]. The prefix ends at the place that `usable` returns, which is at or before
+    /// the place where the cached tokens end.
+    pub(in crate::cache) fn match_at(
+        &mut self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+        usable: impl FnOnce(&Self, TreePosition) -> TreePosition,
+    ) -> Result<Hold> {
         let limit = limit.min(tokens.count());
         let place = match self.root(namespace) {
             None => None,
             Some(root) => Some(self.descend(root, tokens, limit / self.page_size)?),
         };
         tokens.check(place.map_or(0, |place| place.len)..tokens.count())?;
-        place.filter(|_| !self.is_stateful).map_or(Ok(()), |place| self.check_memory_at(place, 0, 0))?;
+        let end = place.map(|place| usable(self, place));
+        end.map_or(Ok(()), |end| self.check_memory_at(end, 0, 0))?;
         // An empty prompt counts as a look-up, too.
         self.now = Tick::new(self.now.tokens() + tokens.count().max(1) as u64);
-        let node = match place {
+        let node = match end {
             None => self.root_or_new(namespace),
-            Some(place) if self.is_stateful => self.last_snapshot(place),
-            Some(place) => self.split_node(place),
+            Some(end) => self.split_node(end),
         };
         self.lock(node);
         self.touch(node, None);
@@ -73,6 +85,47 @@ impl Tree {
         let found = place.map_or(0, |place| place.len);
         let (len, prompt_len) = (widen(self.node(node).end), tokens.count());
         Ok(Hold { node, len, found, is_author: false, prompt_len, own_snapshot: None })
+    }
+
+    /// Returns the page before a place, unless it is the beginning.
+    pub(in crate::cache) fn page_before(&self, place: TreePosition) -> Option<Page> {
+        place.pages.checked_sub(1).map(|last| self.node(place.node).pages[last])
+    }
+
+    /// Returns the last page of a hold, unless it is empty.
+    pub(in crate::cache) fn last_page(&self, hold: &Hold) -> Option<Page> {
+        self.node(hold.node).pages.last().copied()
+    }
+
+    /// Returns the first `count` pages of a hold, which has as many.
+    pub(in crate::cache) fn first_pages(&self, hold: &Hold, count: usize) -> Vec<Page> {
+        if count == 0 {
+            return Vec::new();
+        }
+        let path: Vec<_> = self.path(hold.node).collect();
+        path.iter().rev().flat_map(|&id| self.node(id).pages.iter().copied()).take(count).collect()
+    }
+
+    /// Returns the place of position `len`, which is at or before `place`.
+    pub(in crate::cache) fn place_before(&self, place: TreePosition, len: usize) -> TreePosition {
+        if len == place.len { place } else { self.place_on_path(place.node, len) }
+    }
+
+    /// Returns the first position at which `tokens` differ from those of a hold.
+    ///
+    /// # Errors
+    /// The error of tokens that cannot be read.
+    pub(in crate::cache) fn difference(&self, hold: &Hold, tokens: &dyn Tokens) -> Result<Option<usize>> {
+        let mut difference = None;
+        for id in self.path(hold.node) {
+            let node = self.node(id);
+            let begin = widen(node.end) - node.tokens.len();
+            let equal = if begin < tokens.count() { tokens.common(begin, &node.tokens)? } else { 0 };
+            if equal < node.tokens.len() {
+                difference = Some(begin + equal);
+            }
+        }
+        Ok(difference)
     }
 
     /// Returns the length of the longest cached prefix of `tokens`, in whole pages. Changes nothing.

@@ -11,6 +11,7 @@ use std::cmp::Ordering;
 
 use crate::base::{KeyMap, StateSlot, widen};
 
+use super::cause::Cause;
 use super::evict::Evicted;
 use super::{FoundPrefix, Hold, Kind, NodeId, Tree};
 
@@ -23,6 +24,8 @@ const LIKELY: u64 = 4;
 #[derive(Debug, Default)]
 pub(super) struct Snapshots {
     by_node: KeyMap<NodeId, Snapshot>,
+    /// The number of superseded ones, all of which are unused.
+    superseded: usize,
 }
 
 #[derive(Debug)]
@@ -81,7 +84,8 @@ impl Snapshots {
     }
 
     fn remove(&mut self, node: NodeId) -> Option<StateSlot> {
-        let Snapshot { slot, above, below, .. } = self.by_node.remove(&node)?;
+        let Snapshot { slot, above, below, rank, .. } = self.by_node.remove(&node)?;
+        self.superseded -= usize::from(rank == SnapshotRank::Superseded);
         if below > 0 {
             for other in self.by_node.values_mut().filter(|other| other.above == Some(node)) {
                 other.above = above;
@@ -96,6 +100,7 @@ impl Snapshots {
     /// Records that a lease ends at `node`. A snapshot from which another request resumes is not superseded.
     pub(super) fn set_used(&mut self, node: NodeId) {
         if let Some(snapshot) = self.by_node.get_mut(&node) {
+            self.superseded -= usize::from(snapshot.rank == SnapshotRank::Superseded);
             snapshot.rank = SnapshotRank::Last;
             (snapshot.was_chosen, snapshot.is_unused) = (true, false);
         }
@@ -118,12 +123,13 @@ impl Snapshots {
     /// Makes the snapshot at `node` superseded, so that it is evicted before others, if no lease ends there.
     fn supersede(&mut self, node: NodeId) {
         if let Some(snapshot) = self.by_node.get_mut(&node).filter(|snapshot| snapshot.is_unused) {
+            self.superseded += usize::from(snapshot.rank != SnapshotRank::Superseded);
             snapshot.rank = SnapshotRank::Superseded;
         }
     }
 
-    fn has_superseded(&self) -> bool {
-        self.by_node.values().any(|one| one.is_unused && one.rank == SnapshotRank::Superseded)
+    const fn has_superseded(&self) -> bool {
+        self.superseded > 0
     }
 
     /// Returns the snapshot to evict next for one after `own`, of those that are unused and `own`: of the
@@ -235,6 +241,44 @@ impl Tree {
         self.remove_snapshot(node)
     }
 
+    /// Evicts a snapshot at which no lease ends: a superseded one, or else, if `any` says so, the one that is worth
+    /// least (see [`Tree::evict_snapshot`]), and with it the pages of a leaf that it is the end of. Returns `None` if
+    /// there is none.
+    pub(in crate::cache) fn evict_unused_snapshot(&mut self, any: bool, cause: Cause) -> Option<Evicted> {
+        if !any && !self.snapshots.has_superseded() {
+            return None;
+        }
+        let cached = (self.counts.cached * self.page_size) as u64;
+        let age_at = |node: NodeId| (self.now.since(self.nodes[node].history.used) + cached).max(1);
+        let node = self.snapshots.next(None, age_at)?;
+        let mut evicted = Evicted::default();
+        if self.node(node).is_queued {
+            self.trim(node, self.node(node).pages.len(), cause, &mut evicted);
+        } else {
+            self.drop_snapshot(node, &mut evicted);
+        }
+        Some(evicted)
+    }
+
+    /// Returns the snapshot at the end of what was found.
+    pub(in crate::cache) fn snapshot_behind(&self, found: &FoundPrefix) -> Option<StateSlot> {
+        let place = found.place;
+        let is_whole = place.pages == self.node(place.node).pages.len();
+        if is_whole { self.snapshot_at(place.node) } else { None }
+    }
+
+    /// Takes the snapshot at the end of a hold, if nothing but that hold ends or goes on there.
+    pub(in crate::cache) fn take_own_snapshot(&mut self, hold: &mut Hold) -> Option<StateSlot> {
+        let is_alone = self.node(hold.node).children == 0 && self.is_alone_at(hold.node, hold);
+        if !is_alone {
+            return None;
+        }
+        if hold.own_snapshot == Some(hold.node) {
+            hold.own_snapshot = None;
+        }
+        self.remove_snapshot(hold.node)
+    }
+
     /// Returns whether there is a snapshot at `node`, which is on the path to the end of `hold`, and no other
     /// lease ends there.
     fn is_alone_at(&self, node: NodeId, hold: &Hold) -> bool {
@@ -255,6 +299,10 @@ impl Tree {
     /// Describes a broken link between the snapshots, if there is one.
     pub(super) fn broken_snapshot(&self) -> Option<String> {
         let by_node = &self.snapshots.by_node;
+        let superseded = by_node.values().filter(|one| one.rank == SnapshotRank::Superseded).count();
+        if superseded != self.snapshots.superseded {
+            return Some(format!("{superseded} snapshots are superseded, not {}", self.snapshots.superseded));
+        }
         by_node.iter().find_map(|(&node, snapshot)| {
             let here = self.node(node);
             let before = self.path(here.parent).find(|&at| self.node(at).has_snapshot);
@@ -262,6 +310,10 @@ impl Tree {
                 return Some(format!("the snapshot of {node:?} is linked to {:?}", snapshot.above));
             }
             let below = by_node.values().filter(|other| other.above == Some(node)).count();
+            let is_superseded = snapshot.rank == SnapshotRank::Superseded;
+            if is_superseded && !snapshot.is_unused {
+                return Some(format!("the snapshot of {node:?} is superseded and in use"));
+            }
             (snapshot.below != below).then(|| format!("{node:?} counts {} snapshots below", snapshot.below))
         })
     }

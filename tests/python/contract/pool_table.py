@@ -213,6 +213,25 @@ def _of_a_lease(cache: kvpool.PrefixCache) -> list[Callable[[], object]]:
     ]
 
 
+def _below_an_arena_cache(device: str, arena_bytes: int = 1 << 20) -> dict[str, Any]:
+    return {"arena": kvpool.CacheArena(STATES, arena_bytes, device)}
+
+
+def _cache_units(cache: kvpool.ArenaPrefixCache) -> None:
+    arena, length = cache.arena, 2 * cache.arena.layout.page_size
+    free = arena.slabs_free
+    for start in range(0, 6 * length, length):
+        tokens = list(range(start, start + length))
+        with cache.match(tokens) as lease:
+            lease.publish(tokens, some(arena.alloc({"state": 1})))
+    with cache.match(tokens) as lease:
+        assert lease.length == length
+        arena.buffer("state", "recurrent", 0)[lease.units("state").units].sum()
+    cache.clear()
+    assert arena.slabs_free == free
+    cache.verify()
+
+
 def _below_a_tier(device: str) -> dict[str, Any]:
     return {
         "kv": kvpool.KVPool(16, 2, 2, 64, device, "float32"),
@@ -403,6 +422,14 @@ CASES = {
             big={"slots": 1 << 18},
             use=_cache_prompts,
             needs_device=_of_a_lease,
+        ),
+        Case(
+            kvpool.ArenaPrefixCache,
+            {},
+            kvpool.typing.ArenaPrefixStats,
+            below=_below_an_arena_cache,
+            big={"arena_bytes": 1 << 24},
+            use=_cache_units,
         ),
         Case(
             kvpool.HostTier,

@@ -5,6 +5,7 @@
 //! (`tests/fuzz`), from a seed, or from a file that was once a finding.
 
 mod arena;
+mod arena_prefix_cache;
 mod buffers;
 mod chunks;
 pub(crate) mod contents;
@@ -49,7 +50,7 @@ fn host() -> Arc<dyn Backend> {
 pub(crate) type History = (&'static str, fn(&mut Source<'_>));
 
 /// Every kind.
-pub(crate) const ALL: [History; 18] = [
+pub(crate) const ALL: [History; 19] = [
     ("slots", slots::run),
     ("rows", rows::run),
     ("counts", counts::run),
@@ -58,6 +59,7 @@ pub(crate) const ALL: [History; 18] = [
     ("buffers", buffers::run),
     ("arena", arena::run),
     ("slabs", slabs::run),
+    ("arena_prefix_cache", arena_prefix_cache::run),
     ("planner", planner::run),
     ("prefixes", prefixes::run),
     ("leased", leased::run),

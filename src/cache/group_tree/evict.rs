@@ -1,0 +1,215 @@
+//! Evictions: what is worth nothing, then ends that are worth least, then leaves in the order of the policy.
+
+use std::collections::{HashMap, HashSet};
+
+use crate::base::widen;
+use crate::cache::{Cause, Evicted};
+use crate::index::Slabs;
+
+use super::{GroupTree, is_state};
+
+/// Units that a tree has given up, for the caller to free.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[must_use]
+pub struct UnitsToFree {
+    /// The numbers of the units of each group; empty if there are none at all.
+    pub groups: Vec<Vec<u32>>,
+    /// The tokens that can no longer be found.
+    pub tokens: usize,
+}
+
+impl UnitsToFree {
+    /// Returns whether there are no units.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.groups.iter().all(Vec::is_empty)
+    }
+}
+
+/// The blocks that are evicted at a time where no group of pages is short, but a slab.
+const BLOCKS: usize = 16;
+
+/// Returns the groups whose slabs lack some of `wanted` units, and how many.
+fn short_groups(wanted: &[usize], slabs: &Slabs) -> Vec<(usize, usize)> {
+    let short = |(group, &count): (usize, &usize)| {
+        let missing = count.saturating_sub(slabs.counts(group).ready);
+        (missing > 0).then_some((group, missing))
+    };
+    wanted.iter().enumerate().filter_map(short).collect()
+}
+
+/// What a call that relieves an arena has tried already.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Relief {
+    /// No slab has only units that nothing needs.
+    has_no_slab: bool,
+}
+
+impl GroupTree {
+    /// Gives up a few units, so that `wanted` units, a number for each group, come closer to fitting `slabs`. Returns
+    /// `None` if there is nothing to give up.
+    ///
+    /// In this order: units of windows that nothing needs, of the groups that are short, or that leave a slab empty;
+    /// ends, if states are short, and those that a later one of the same request supersedes, if windows are; leaves, in
+    /// the order of the policy; and what leases on longer prefixes do not need.
+    ///
+    /// `relief` is that of one call that is short: the slabs are looked through until none is left that helps.
+    pub fn relieve(
+        &mut self,
+        wanted: &[usize],
+        slabs: &Slabs,
+        relief: &mut Relief,
+        cause: Cause,
+    ) -> Option<UnitsToFree> {
+        let short = short_groups(wanted, slabs);
+        let of_slab = |group: usize| widen(slabs.units(group).units);
+        let needed: usize = short.iter().map(|&(group, missing)| missing.div_ceil(of_slab(group))).sum();
+        let there = needed.saturating_sub(slabs.missing(wanted));
+        // At least the units without which a group needs a slab less, and those for which no slab is there.
+        let least = |(group, missing): (usize, usize)| {
+            let few = (missing - 1) % of_slab(group) + 1;
+            (group, few.max(missing.saturating_sub(there * of_slab(group))))
+        };
+        let short: Vec<(usize, usize)> = short.into_iter().map(least).collect();
+        for &(group, units) in &short {
+            if self.blocks.unneeded(group) > 0 {
+                return Some(self.free_unneeded(group, 0, units));
+            }
+        }
+        if !relief.has_no_slab {
+            if let Some(freed) = self.free_unneeded_slab(slabs, true) {
+                return Some(freed);
+            }
+            relief.has_no_slab = true;
+        }
+        let has_short =
+            |is_of: fn(&GroupTree, usize) -> bool| short.iter().any(|&(group, _)| is_of(self, group));
+        let states = has_short(|tree, group| is_state(&tree.groups[group]));
+        let windows = has_short(|tree, group| tree.blocks.is_counted(group));
+        if (states || windows)
+            && let Some(evicted) = self.tree.evict_unused_snapshot(states, cause)
+        {
+            return Some(self.recycle(evicted));
+        }
+        let pages = short.iter().filter(|&&(group, _)| !is_state(&self.groups[group]));
+        let blocks = pages.map(|&(group, units)| units * self.blocks.pages_of_unit(group)).min();
+        if blocks.is_none()
+            && let Some(freed) = self.free_unneeded_slab(slabs, false)
+        {
+            return Some(freed);
+        }
+        let evicted = self.tree.evict(blocks.unwrap_or(BLOCKS), cause);
+        if !evicted.pages.is_empty() {
+            return Some(self.recycle(evicted));
+        }
+        if let Some(evicted) = self.tree.evict_unused_snapshot(true, cause) {
+            return Some(self.recycle(evicted));
+        }
+        self.free_unneeded_slab(slabs, false)
+    }
+
+    /// Returns false if `wanted` units would not fit `slabs` even if this tree gave up all that no lease needs. Looks at
+    /// every block where that is not obvious.
+    #[must_use]
+    pub fn may_fit(&self, wanted: &[usize], slabs: &Slabs) -> bool {
+        let short = short_groups(wanted, slabs);
+        // At most so many units are kept by leases.
+        let is_enough = |&(group, missing): &(usize, usize)| {
+            let kept = if is_state(&self.groups[group]) {
+                self.holds * self.numbers[group].of_unit
+            } else if self.blocks.is_counted(group) {
+                self.holds * self.blocks.most_of_lease(group)
+            } else {
+                self.tree.locked() / self.page_size
+            };
+            missing + kept <= self.units_of(group)
+        };
+        if short.iter().all(is_enough) {
+            return true;
+        }
+        let freeable = self.freeable();
+        let (mut empty, mut ready) = (slabs.empty(), vec![0; self.groups.len()]);
+        for ((group, first), count) in freeable {
+            if slabs.live_beside(group, first) == count {
+                empty += 1;
+            } else {
+                ready[group] += widen(count);
+            }
+        }
+        let slabs_of = |&(group, missing): &(usize, usize)| {
+            missing.saturating_sub(ready[group]).div_ceil(widen(slabs.units(group).units))
+        };
+        short.iter().map(slabs_of).sum::<usize>() <= empty
+    }
+
+    /// Returns how many units can be given up in each slab, by its group and its first number: those of blocks without
+    /// leases, and those of windows and states, some of which leases may need.
+    fn freeable(&self) -> HashMap<(usize, u32), u32> {
+        let locked: HashSet<_> = self.tree.locked_pages().into_iter().collect();
+        let mut freeable = HashMap::new();
+        let mut add = |group: usize, unit: u32| {
+            let of_slab = self.numbers[group].of_slab;
+            *freeable.entry((group, unit / of_slab * of_slab)).or_default() += 1;
+        };
+        for block in self.tree.all_pages() {
+            for group in (0..self.groups.len()).filter(|&group| !is_state(&self.groups[group])) {
+                let is_free = self.blocks.is_counted(group) || !locked.contains(&block);
+                if let Some(unit) = self.blocks.unit(group, block).filter(|_| is_free) {
+                    add(group, unit);
+                }
+            }
+        }
+        for end in self.ends.iter().flatten() {
+            let states = (0..self.groups.len()).filter(|&group| is_state(&self.groups[group]));
+            for (group, numbers) in states.zip(&end.states) {
+                for &number in numbers {
+                    add(group, number);
+                }
+            }
+        }
+        freeable
+    }
+
+    /// Frees up to `most` units of a group that nothing needs, from number `first` on.
+    fn free_unneeded(&mut self, group: usize, first: u32, most: usize) -> UnitsToFree {
+        let mut groups = vec![Vec::new(); self.groups.len()];
+        groups[group] = self.blocks.take_unneeded(group, first, most);
+        UnitsToFree { groups, tokens: 0 }
+    }
+
+    /// Frees the units that nothing needs of the slab that has the fewest others; of one that has no others, if that
+    /// `must` be.
+    fn free_unneeded_slab(&mut self, slabs: &Slabs, must: bool) -> Option<UnitsToFree> {
+        let of_group = |group: usize| {
+            let others = move |(first, count): (u32, u32)| {
+                (slabs.live_beside(group, first) - count, group, first, count)
+            };
+            self.blocks.unneeded_slabs(group).map(others)
+        };
+        let all = (0..self.groups.len()).flat_map(of_group);
+        let (_, group, first, count) = all.min().filter(|&(others, ..)| others == 0 || !must)?;
+        Some(self.free_unneeded(group, first, widen(count)))
+    }
+
+    /// Takes evicted blocks and ends out of the table. Returns their units.
+    pub(super) fn recycle(&mut self, evicted: Evicted) -> UnitsToFree {
+        if evicted.pages.is_empty() && evicted.states.is_empty() {
+            return UnitsToFree::default();
+        }
+        let mut groups = vec![Vec::new(); self.groups.len()];
+        // Ends count blocks that may be among those evicted.
+        for number in evicted.states {
+            let end = self.take_end(number);
+            self.blocks.count_needs(&self.groups, self.page_size, end.block, end.tokens, false);
+            self.blocks.forget_end(end.block);
+            let states = (0..self.groups.len()).filter(|&group| is_state(&self.groups[group]));
+            for (group, numbers) in states.zip(end.states) {
+                groups[group].extend(numbers);
+            }
+        }
+        for &block in &evicted.pages {
+            self.blocks.remove(block, |group, unit| groups[group].push(unit));
+        }
+        UnitsToFree { groups, tokens: evicted.pages.len() * self.page_size }
+    }
+}

@@ -1,0 +1,294 @@
+//! The prefix cache of a [`CacheArena`]: units of all groups of a layout, found by their tokens.
+
+mod cache_core;
+mod lease;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::base::lock_order::{LockRank, RankedMutex};
+use crate::base::{Device, Error, ErrorKind, Result, Slot};
+use crate::base::{Id, check_memory};
+use crate::cache::{
+    CacheEvent, CachedPage, Cause, Digest, GroupExplanation, Namespace, PolicyKind, Pressure, Tokens,
+    TreeStats,
+};
+
+use super::contract::{Pool, Stats};
+use super::{CacheArena, CachedSizes, ReclaimUnits};
+use cache_core::{ArenaCacheCore, ArenaCacheState};
+
+pub use lease::{ArenaLease, ArenaPublished};
+
+/// Settings of an [`ArenaPrefixCache`].
+#[derive(Clone, Copy, Debug)]
+pub struct ArenaPrefixCacheConfig {
+    /// The policy by which leaves are evicted.
+    pub policy: PolicyKind,
+    /// Hashes the keys of pages for [`ArenaPrefixCache::take_events`]; without it there are no events.
+    pub events: Option<Digest>,
+}
+
+/// Counts of an [`ArenaPrefixCache`] since it was made, in tokens unless the name says otherwise.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ArenaPrefixCounts {
+    /// Calls of [`ArenaPrefixCache::match_prefix`].
+    pub lookups: usize,
+    /// Tokens found by look-ups.
+    pub hit_tokens: usize,
+    /// Tokens looked up and not found.
+    pub missed_tokens: usize,
+    /// Tokens published.
+    pub published: usize,
+    /// Tokens that others had published in between.
+    pub duplicates: usize,
+    /// Tokens evicted.
+    pub evicted: usize,
+    /// The numbers of units of each group that were evicted.
+    pub evicted_units: Vec<usize>,
+}
+
+/// What a cache has of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CachedUnits {
+    /// Numbers of units in the cache; those of snapshots, for states.
+    pub units: usize,
+    /// The tokens that the units stand for; 0 for states.
+    pub tokens: usize,
+    /// Units of windows and chunks that no lease needs and no prefix at which a request is expected to go on.
+    pub unneeded: usize,
+    /// Numbers of units that were evicted.
+    pub evicted: usize,
+}
+
+/// Keeps the units of requests by their tokens, so that a request that begins like an earlier one does not compute
+/// them again. Calls are atomic and thread-safe.
+///
+/// A prefix is found up to the last page at which every group can go on: with all units of full groups, the last
+/// window of window groups, those since the begin of the chunk, the sinks, and a snapshot of the state exactly there.
+///
+/// Cached units belong to the cache: frees of the arena do not remove them. Requests hold [`ArenaLease`]s, which lock
+/// what a request needs to go on; the units of a window that are behind it may be evicted. A call of the arena that is
+/// short evicts what is worth least. Clearing the arena empties the cache and ends its leases.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::DType;
+/// use kvpool::cache::{Namespace, PolicyKind};
+/// use kvpool::layout::{CacheLayout, Group, GroupKind, Plane, SlabOptions};
+/// use kvpool::memory::{Backend, Host};
+/// use kvpool::pool::{ArenaPrefixCache, ArenaPrefixCacheConfig, CacheArena, CacheArenaConfig};
+/// let k = || vec![Plane::new("k", DType::BF16, &[2, 64]).unwrap()];
+/// let layout = CacheLayout::new("a model with a window", 2, vec![
+///     Group::new("full", GroupKind::Full, &[0], k()).unwrap(),
+///     Group::new("window", GroupKind::Window { tokens: 3, sinks: 0 }, &[1], k()).unwrap(),
+/// ]).unwrap();
+/// let config = CacheArenaConfig {
+///     layout, arena_bytes: 1 << 16, floors: Vec::new(), slabs: SlabOptions::default(), strict: true,
+/// };
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let arena = Arc::new(CacheArena::new(&config, &host).unwrap());
+/// let config = ArenaPrefixCacheConfig { policy: PolicyKind::Lru, events: None };
+/// let cache = ArenaPrefixCache::new(config, Arc::clone(&arena)).unwrap();
+///
+/// let prompt: &[i32] = &[5, 6, 7, 8, 9];
+/// let lease = cache.match_prefix(&Namespace::Unnamed, &prompt, 4).unwrap();
+/// assert_eq!(lease.len().unwrap(), 0);
+/// let taken = arena.alloc(&[2, 1]).unwrap().unwrap();
+/// // The window's first page is behind it.
+/// let units = [taken[0].iter().copied().map(Some).collect(), vec![None, Some(taken[1][0])]];
+/// assert_eq!(lease.publish(&&prompt[..4], &units).unwrap().length, 4);
+/// drop(lease);
+/// assert_eq!(cache.match_prefix(&Namespace::Unnamed, &prompt, 4).unwrap().len().unwrap(), 4);
+/// ```
+pub struct ArenaPrefixCache {
+    core: Arc<ArenaCacheCore>,
+}
+
+impl ArenaPrefixCache {
+    /// Creates an empty cache of units of `arena`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] when the host has no memory for it.
+    pub fn new(config: ArenaPrefixCacheConfig, arena: Arc<CacheArena>) -> Result<Self> {
+        check_memory(0)?;
+        let state = ArenaCacheState::new(&config, &arena);
+        let core =
+            Arc::new(ArenaCacheCore { arena, config, state: RankedMutex::new(LockRank::Cache, state) });
+        let reclaim: Arc<dyn ReclaimUnits> = Arc::clone(&core) as _;
+        core.arena.on_shortage(&reclaim);
+        Ok(Self { core })
+    }
+
+    /// Returns the arena of the units.
+    #[must_use]
+    pub fn arena(&self) -> &Arc<CacheArena> {
+        &self.core.arena
+    }
+
+    /// Returns the settings.
+    #[must_use]
+    pub fn config(&self) -> &ArenaPrefixCacheConfig {
+        &self.core.config
+    }
+
+    /// Leases the longest cached prefix of `tokens`, of at most `limit` tokens, at which every group can go on.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Argument`] for a number that is no token id; the error of tokens that cannot be read.
+    pub fn match_prefix(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+    ) -> Result<Arc<ArenaLease>> {
+        let mut cache = self.core.current();
+        let hold = cache.groups.match_prefix(namespace, tokens, limit)?;
+        cache.counts.lookups += 1;
+        cache.counts.hit_tokens += hold.len();
+        cache.counts.missed_tokens += tokens.count() - hold.len();
+        let epoch = cache.epoch();
+        drop(cache);
+        Ok(Arc::new(ArenaLease::new(&self.core, hold, epoch, namespace.clone())))
+    }
+
+    /// Returns the tokens that [`Self::match_prefix`] would find. Changes nothing: the prefix is neither leased nor
+    /// refreshed.
+    ///
+    /// # Errors
+    /// The error of tokens that cannot be read.
+    pub fn cached_len(&self, namespace: &Namespace, tokens: &dyn Tokens, limit: usize) -> Result<usize> {
+        self.core.current().groups.cached_len(namespace, tokens, limit)
+    }
+
+    /// Returns the tokens that [`Self::match_prefix`] would find, and how far each group could go on alone. Changes
+    /// nothing.
+    ///
+    /// # Errors
+    /// See [`Self::match_prefix`].
+    pub fn explain(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+    ) -> Result<(usize, Vec<GroupExplanation>)> {
+        self.core.current().groups.explain(namespace, tokens)
+    }
+
+    /// Gives up the prefixes of a namespace, or all. Those with a lease are no longer found, and are given up when the
+    /// lease ends.
+    pub fn clear(&self, namespace: Option<&Namespace>) {
+        let mut cache = self.core.current();
+        let freed = cache.groups.clear(namespace, Cause { pressure: Pressure::Clear, at: Instant::now() });
+        self.core.free(&cache, &freed);
+    }
+
+    /// Takes the events since the last call, in order: changes of the pages of tokens that are cached.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] for a cache that was made without events.
+    pub fn take_events(&self) -> Result<Vec<CacheEvent>> {
+        if self.core.config.events.is_none() {
+            return Err(Error::state("the prefix cache was made without events"));
+        }
+        Ok(self.core.current().groups.take_events())
+    }
+
+    /// Returns the tokens that no lease holds, and those that leases hold.
+    #[must_use]
+    pub fn sizes(&self) -> CachedSizes {
+        let TreeStats { evictable, locked, .. } = self.core.current().groups.stats();
+        CachedSizes { evictable, locked }
+    }
+
+    /// Returns what the cache has of a group.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Argument`] for a group that does not exist.
+    pub fn group_counts(&self, group: usize) -> Result<CachedUnits> {
+        let layout = self.core.arena.layout();
+        let declared = layout.groups().get(group).ok_or_else(|| {
+            Error::argument(format!("group {group} is outside [0, {})", layout.groups().len()))
+        })?;
+        let cache = self.core.current();
+        let units = cache.groups.units_of(group);
+        let tokens = declared.unit_tokens(layout.page_size()).map_or(0, |tokens| units * tokens);
+        let unneeded = cache.groups.unneeded(group);
+        Ok(CachedUnits { units, tokens, unneeded, evicted: cache.counts.evicted_units[group] })
+    }
+
+    /// Returns the counters since the cache was created.
+    #[must_use]
+    pub fn counts(&self) -> ArenaPrefixCounts {
+        self.core.state.lock().counts.clone()
+    }
+
+    /// Returns every page that can be found, with the units that end there: for tests and debugging.
+    #[must_use]
+    pub fn contents(&self) -> Vec<CachedPage> {
+        self.core.current().groups.contents()
+    }
+
+    /// Checks every invariant but those that need the list of all leases.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`] with the broken invariant.
+    pub fn verify(&self) -> Result<()> {
+        let cache = self.core.current();
+        match cache.groups.broken_invariant(None) {
+            None => Ok(()),
+            Some(fault) => {
+                let text = format!("the prefix cache is inconsistent: {fault}");
+                Err(Error::new(ErrorKind::IndexOwnership, text))
+            }
+        }
+    }
+}
+
+impl Pool for ArenaPrefixCache {
+    fn unit(&self) -> &'static str {
+        Slot::NOUN
+    }
+
+    /// Returns false, because the units of a cache are those of the arena.
+    fn hands_out(&self) -> bool {
+        false
+    }
+
+    fn device(&self) -> Device {
+        self.core.arena.device()
+    }
+
+    fn strict(&self) -> bool {
+        self.core.arena.config().strict
+    }
+
+    fn stats(&self) -> Stats {
+        let cache = self.core.current();
+        let (tree, counts) = (cache.groups.stats(), &cache.counts);
+        let groups = 0..cache.groups.groups().len();
+        Stats::from([
+            ("capacity", cache.capacity),
+            ("lookups", counts.lookups),
+            ("hit_tokens", counts.hit_tokens),
+            ("missed_tokens", counts.missed_tokens),
+            ("published", counts.published),
+            ("duplicates", counts.duplicates),
+            ("evicted", counts.evicted),
+            ("cached", tree.cached),
+            ("evictable", tree.evictable),
+            ("locked", tree.locked),
+            ("units", groups.map(|group| cache.groups.units_of(group)).sum()),
+            ("evicted_units", counts.evicted_units.iter().sum()),
+            ("nodes", tree.nodes),
+            ("snapshots", cache.groups.snapshots()),
+            ("bytes", tree.bytes),
+        ])
+    }
+}
+
+impl fmt::Debug for ArenaPrefixCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ArenaPrefixCache").field("config", &self.core.config).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,151 @@
+//! The state that a cache shares with its leases, and what an arena that is short asks of it.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::base::lock_order::{RankedGuard, RankedMutex};
+use crate::base::{Epoch, Result};
+use crate::cache::{Cause, GroupTree, Pressure, Relief, UnitNumbers, UnitsToFree};
+use crate::index::Slabs;
+use crate::layout::GroupKind;
+use crate::memory::Stream;
+use crate::pool::{CacheArena, ReclaimUnits};
+
+use super::{ArenaPrefixCacheConfig, ArenaPrefixCounts};
+
+/// The state that a cache and its leases share.
+pub(super) struct ArenaCacheCore {
+    /// The arena, which refers to this only weakly.
+    pub(super) arena: Arc<CacheArena>,
+    pub(super) config: ArenaPrefixCacheConfig,
+    pub(super) state: RankedMutex<ArenaCacheState>,
+}
+
+/// The contents of a cache.
+pub(super) struct ArenaCacheState {
+    pub(super) groups: GroupTree,
+    pub(super) counts: ArenaPrefixCounts,
+    /// Tokens that would fit the arena if nothing else were in it.
+    pub(super) capacity: usize,
+    /// The epoch of the arena in which the cache has its units.
+    epoch: Epoch,
+}
+
+impl ArenaCacheState {
+    pub(super) fn new(config: &ArenaPrefixCacheConfig, arena: &CacheArena) -> Self {
+        let capacity = capacity_of(arena);
+        let counts = ArenaPrefixCounts {
+            evicted_units: vec![0; arena.layout().groups().len()],
+            ..ArenaPrefixCounts::default()
+        };
+        Self { groups: new_tree(config, arena, capacity), counts, capacity, epoch: arena.epoch() }
+    }
+
+    /// Returns the epoch in which its holds and units are valid.
+    pub(super) const fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+}
+
+impl ArenaPrefixCounts {
+    fn record_evicted(&mut self, freed: &UnitsToFree) {
+        self.evicted += freed.tokens;
+        for (total, units) in self.evicted_units.iter_mut().zip(&freed.groups) {
+            *total += units.len();
+        }
+    }
+}
+
+/// The tokens that a snapshot counts for where nothing else is kept.
+const SNAPSHOT_TOKENS: usize = 64;
+
+/// Returns the tokens of which an arena could keep all units that a prefix always has; those of windows, or a snapshot
+/// for every few tokens, if there are no such units.
+fn capacity_of(arena: &CacheArena) -> usize {
+    let (layout, page_size) = (arena.layout(), arena.layout().page_size());
+    let bytes = |is_counted: fn(GroupKind) -> bool| -> usize {
+        let groups = layout.groups().iter().filter(|group| is_counted(group.kind()));
+        groups.map(|group| group.layers().len() * group.entry_bytes() * page_size / group.stride()).sum()
+    };
+    let full = bytes(|kind| kind == GroupKind::Full);
+    let windows = bytes(|kind| kind != GroupKind::State);
+    let snapshots = bytes(|kind| kind == GroupKind::State) / SNAPSHOT_TOKENS;
+    let page_bytes = [full, windows, snapshots].into_iter().find(|&bytes| bytes > 0).unwrap_or(1);
+    arena.mem_bytes() / page_bytes * page_size
+}
+
+/// Returns an empty tree for a cache.
+fn new_tree(config: &ArenaPrefixCacheConfig, arena: &CacheArena, capacity: usize) -> GroupTree {
+    let numbers = (0..arena.layout().groups().len()).map(|group| UnitNumbers {
+        of_unit: arena.numbers_of_unit(group),
+        of_slab: arena.with_slabs(|slabs| slabs.units(group).numbers),
+    });
+    let numbers: Vec<_> = numbers.collect();
+    GroupTree::new(arena.layout(), &numbers, config.policy, capacity as u64, config.events)
+}
+
+/// Frees units that a tree has given up.
+pub(super) fn free_units(slabs: &mut Slabs, groups: &[Vec<u32>]) {
+    for (group, units) in groups.iter().enumerate() {
+        slabs.free_held(group, units);
+    }
+}
+
+impl ArenaCacheCore {
+    /// Locks the contents of the cache, which are emptied if the arena was cleared.
+    pub(super) fn current(&self) -> RankedGuard<'_, ArenaCacheState> {
+        let mut cache = self.state.lock();
+        let epoch = self.arena.epoch();
+        if cache.epoch != epoch {
+            // Its units are free already.
+            let mut groups = new_tree(&self.config, &self.arena, cache.capacity);
+            groups.keep_journal_of(&mut cache.groups);
+            (cache.groups, cache.epoch) = (groups, epoch);
+        }
+        cache
+    }
+
+    /// Works like [`Self::current`], for a holder of units since `epoch` of the arena; `None` if that is over.
+    pub(super) fn at(&self, epoch: Epoch) -> Option<RankedGuard<'_, ArenaCacheState>> {
+        Some(self.current()).filter(|cache| cache.epoch == epoch)
+    }
+
+    /// Returns units to the arena. The caller holds the lock of `cache`, so that no other call finds them in between.
+    pub(super) fn free(&self, cache: &ArenaCacheState, freed: &UnitsToFree) {
+        if !freed.is_empty() {
+            // A cleared arena has them already.
+            let _ = self.arena.in_epoch(cache.epoch, |slabs| free_units(slabs, &freed.groups));
+        }
+    }
+}
+
+impl ReclaimUnits for ArenaCacheCore {
+    fn reclaim_units(&self, wanted: &[usize], _stream: Stream) -> Result<bool> {
+        let mut cache = self.current();
+        let ArenaCacheState { groups, counts, epoch, .. } = &mut *cache;
+        let cause = Cause { pressure: Pressure::Alloc, at: Instant::now() };
+        let has_freed = self.arena.in_epoch(*epoch, |slabs| {
+            let (mut has_freed, mut relief) = (false, Relief::default());
+            if slabs.missing(wanted) == 0 || !groups.may_fit(wanted, slabs) {
+                return has_freed;
+            }
+            while slabs.missing(wanted) > 0
+                && let Some(freed) = groups.relieve(wanted, slabs, &mut relief, cause)
+            {
+                counts.record_evicted(&freed);
+                free_units(slabs, &freed.groups);
+                has_freed |= !freed.is_empty();
+            }
+            has_freed
+        });
+        Ok(has_freed.unwrap_or(false))
+    }
+}
+
+impl Drop for ArenaCacheCore {
+    fn drop(&mut self) {
+        let mut cache = self.current();
+        let freed = cache.groups.take_all();
+        self.free(&cache, &freed);
+    }
+}

@@ -1,0 +1,501 @@
+//! `kvpool.ArenaPrefixCache`, `kvpool.ArenaLease` and what they return.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use pyo3::PyTraverseError;
+use pyo3::gc::PyVisit;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyTuple};
+
+use crate::base::Error;
+use crate::cache::{GroupExplanation, GroupReason, LeasedUnits as PoolUnits, PolicyKind};
+use crate::layout::GroupKind;
+use crate::pool::{
+    ArenaLease as PoolLease, ArenaPrefixCache as Cache, ArenaPrefixCacheConfig, CacheArena as Arena,
+};
+
+use super::args;
+use super::base_pool::{BasePool, PoolClass, PoolVisitor};
+use super::cache_arena::{CacheArena, flattened, name_of};
+use super::debug::Debug;
+use super::page_keys::{digest, namespace_of, namespace_to_py};
+use super::pool_name::PoolName;
+use super::prefix_report::event_to_py;
+use super::tokens::with_tokens;
+
+/// Keeps the units of prompts and answers by their tokens, so that a request that begins like an earlier one does not
+/// compute them again: the prefix cache of a `CacheArena`, for every group of its layout.
+///
+/// A prefix is found up to the last page at which every group can go on: full groups have all units, windows those that
+/// the next token sees, chunks those of the current chunk, both their sinks, and states a snapshot exactly there. Entries
+/// of several tokens need not be whole at that page if the layout has a state, which knows the rest.
+///
+/// The cache owns units of the arena, from their publication to their eviction; requests hold leases. A lease locks what
+/// a request needs to go on, and not what is behind a window. A call of the arena that is short of units evicts what is
+/// worth least: units of windows that nothing needs, snapshots, ends of prefixes in the order of the policy. If all that
+/// would not suffice, it evicts nothing and fails. Freeing a cached unit through the arena is an invalid free.
+///
+/// Token ids are ints in `[0, 2**31)`, as those of `PrefixCache`. Prefixes are compared token by token, never by a hash. A
+/// namespace (a str, bytes or an int, such as an adapter or a tenant) keeps prefixes apart: two namespaces share nothing.
+///
+/// All calls are atomic and thread-safe, and make no CUDA call. Clearing the arena empties the cache. On a GPU, publish
+/// when the work that writes the units is enqueued on the current stream: prefixes are valid in the order of that stream.
+///
+/// Args:
+///     arena: The arena of the units.
+///     policy: The order in which ends of prefixes are evicted: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
+///     events: Whether to record changes for `events`.
+///     name: The name of this pool. Defaults to the class name and a number, such as "ArenaPrefixCache-0".
+///
+/// Raises:
+///     ConfigError: If `policy` is unknown.
+#[pyclass(extends = BasePool, frozen, module = "kvpool", name = "ArenaPrefixCache")]
+pub(super) struct ArenaPrefixCache {
+    cache: Cache,
+    arena: Py<CacheArena>,
+}
+
+impl PoolClass for ArenaPrefixCache {
+    fn visit(&self, visitor: PoolVisitor<'_>) {
+        visitor(&self.cache);
+    }
+}
+
+#[pymethods]
+impl ArenaPrefixCache {
+    #[new]
+    #[pyo3(signature = (arena, *, policy="adaptive", events=false, name=None))]
+    fn new(
+        py: Python<'_>,
+        arena: Py<CacheArena>,
+        policy: &str,
+        events: bool,
+        name: Option<String>,
+    ) -> PyResult<PyClassInitializer<Self>> {
+        let name = name.map_or_else(|| PoolName::next("ArenaPrefixCache"), PoolName::from);
+        let config =
+            ArenaPrefixCacheConfig { policy: PolicyKind::parse(policy)?, events: events.then_some(digest) };
+        let pool = Arc::clone(&arena.get().pool);
+        let cache = py.detach(|| Cache::new(config, pool))?;
+        Ok(BasePool::named(name, Debug::OFF, Self { cache, arena }))
+    }
+
+    /// Leases the longest cached prefix at which every group can go on. What was found counts as used. A miss is a lease
+    /// of length 0, through which the request publishes what it computes.
+    ///
+    /// Args:
+    ///     token_ids: Token ids of the prompt.
+    ///     max_tokens: Maximum length in tokens. Engines pass `len(token_ids) - 1`: the last token must be computed.
+    ///     namespace: A str, bytes or an int; `None` is a namespace of its own.
+    ///
+    /// Raises:
+    ///     ArgumentError: If a token is outside of [0, 2**31), or `max_tokens` is negative.
+    ///     TypeError: If `token_ids` are not ints, or `namespace` is of another type.
+    #[pyo3(signature = (token_ids, *, max_tokens=None, namespace=None))]
+    fn r#match(
+        slf: &Bound<'_, Self>,
+        token_ids: &Bound<'_, PyAny>,
+        max_tokens: Option<&Bound<'_, PyAny>>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<ArenaLease> {
+        let (this, namespace) = (slf.get(), namespace_of(namespace)?);
+        let limit = limit_of(max_tokens)?;
+        let lease =
+            with_tokens(token_ids, |tokens| Ok(this.cache.match_prefix(&namespace, tokens, limit)?))?;
+        Ok(ArenaLease { lease, cache: slf.clone().unbind() })
+    }
+
+    /// Returns the length that `match` would find, without a lease and without refreshing it.
+    ///
+    /// Raises:
+    ///     ArgumentError: If `max_tokens` is negative.
+    ///     TypeError: As in `match`.
+    #[pyo3(signature = (token_ids, *, max_tokens=None, namespace=None))]
+    fn cached_len(
+        &self,
+        token_ids: &Bound<'_, PyAny>,
+        max_tokens: Option<&Bound<'_, PyAny>>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
+        let (namespace, limit) = (namespace_of(namespace)?, limit_of(max_tokens)?);
+        with_tokens(token_ids, |tokens| Ok(self.cache.cached_len(&namespace, tokens, limit)?))
+    }
+
+    /// Returns how far each group could go on alone, and why not further. A match is at most as long as the shortest of
+    /// them. Refreshes nothing; a call for debugging, because it looks at every namespace.
+    ///
+    /// Args:
+    ///     token_ids: As in `match`.
+    ///     namespace: As in `match`.
+    ///
+    /// Returns:
+    ///     A list of `GroupReport`, one a group, in their order.
+    ///
+    /// Raises:
+    ///     ArgumentError: As in `match`.
+    ///     TypeError: As in `match`.
+    #[pyo3(signature = (token_ids, *, namespace=None))]
+    fn explain(
+        &self,
+        token_ids: &Bound<'_, PyAny>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<GroupReport>> {
+        let namespace = namespace_of(namespace)?;
+        let (_, groups) = with_tokens(token_ids, |tokens| Ok(self.cache.explain(&namespace, tokens)?))?;
+        let layout = self.cache.arena().layout();
+        let report = |explained: GroupExplanation| {
+            let declared = &layout.groups()[explained.group];
+            GroupReport { name: declared.name().to_owned(), kind: declared.kind(), explained }
+        };
+        Ok(groups.into_iter().map(report).collect())
+    }
+
+    /// Gives up all prefixes, or those of a namespace. Prefixes with a lease are no longer found, and are given up when
+    /// their last lease ends.
+    #[pyo3(signature = (namespace=None))]
+    fn clear(&self, namespace: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let namespace = namespace.map(|object| namespace_of(Some(object))).transpose()?;
+        self.cache.clear(namespace.as_ref());
+        Ok(())
+    }
+
+    /// Returns the changes since the last call, in order: objects of `Stored`, `Removed` and `Cleared`, as those of
+    /// `PrefixCache.events`. A page is stored as long as its tokens are known here; a match may end before it, where a
+    /// window or a state was evicted.
+    ///
+    /// Raises:
+    ///     StateError: If the cache was made without `events=True`.
+    fn events(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
+        let events = self.cache.take_events()?;
+        events.into_iter().map(|event| event_to_py(py, event)).collect()
+    }
+
+    /// Returns what the cache has of a group: `units`, `tokens` (that the units stand for; 0 for states), `unneeded`
+    /// (units that no lease and no expected match needs, the first to be evicted) and `evicted` (units, since the cache
+    /// was made). States that are placed layer by layer count each layer.
+    ///
+    /// Raises:
+    ///     ArgumentError: If there is no such group.
+    fn group_stats<'py>(&self, py: Python<'py>, group: &str) -> PyResult<Bound<'py, PyDict>> {
+        let counts = self.cache.group_counts(self.cache.arena().layout().group_number(group)?)?;
+        let stats = PyDict::new(py);
+        stats.set_item("units", counts.units)?;
+        stats.set_item("tokens", counts.tokens)?;
+        stats.set_item("unneeded", counts.unneeded)?;
+        stats.set_item("evicted", counts.evicted)?;
+        Ok(stats)
+    }
+
+    /// Returns the number of cached tokens.
+    fn cached_size(&self) -> usize {
+        let sizes = self.cache.sizes();
+        sizes.evictable + sizes.locked
+    }
+
+    /// Returns the number of cached tokens that no lease holds.
+    fn evictable_size(&self) -> usize {
+        self.cache.sizes().evictable
+    }
+
+    /// Returns the number of cached tokens that leases hold.
+    fn locked_size(&self) -> usize {
+        self.cache.sizes().locked
+    }
+
+    /// Checks every invariant of the cache.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: If a check fails, with a description.
+    fn verify(&self) -> PyResult<()> {
+        Ok(self.cache.verify()?)
+    }
+
+    /// The arena of the units.
+    #[getter]
+    fn arena(&self, py: Python<'_>) -> Py<CacheArena> {
+        self.arena.clone_ref(py)
+    }
+
+    /// The name of the policy.
+    #[getter]
+    fn policy(&self) -> &'static str {
+        self.cache.config().policy.name()
+    }
+
+    fn __repr__(&self) -> String {
+        let sizes = self.cache.sizes();
+        format!(
+            "ArenaPrefixCache(policy='{}', cached={}, locked={}, device='{}')",
+            self.policy(),
+            sizes.evictable + sizes.locked,
+            sizes.locked,
+            self.cache.arena().device()
+        )
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.arena)
+    }
+}
+
+fn limit_of(max_tokens: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
+    max_tokens.map_or(Ok(usize::MAX), |limit| args::count("max_tokens", limit))
+}
+
+/// A request's hold on a cached prefix: what the request needs to go on is not evicted. As a context manager it is
+/// released at the end of the block; a lease that is dropped is released, too.
+#[pyclass(frozen, module = "kvpool", name = "ArenaLease", weakref)]
+pub(super) struct ArenaLease {
+    lease: Arc<PoolLease>,
+    cache: Py<ArenaPrefixCache>,
+}
+
+#[pymethods]
+impl ArenaLease {
+    /// Tokens of the prefix, in whole pages.
+    ///
+    /// Raises:
+    ///     StaleError: If the lease was released, or the arena was cleared.
+    #[getter]
+    fn length(&self) -> PyResult<usize> {
+        Ok(self.lease.len()?)
+    }
+
+    /// Tokens that were known at the match, in whole pages: more than `length` if not every group could go on at their
+    /// end. Other prompts diverge from this one there: end a chunk of the prefill there, and publish it.
+    ///
+    /// Raises:
+    ///     StaleError: If the lease was released, or the arena was cleared.
+    #[getter]
+    fn known_length(&self) -> PyResult<usize> {
+        Ok(self.lease.found()?)
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        self.length()
+    }
+
+    /// The namespace of the prefix.
+    #[getter]
+    fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        namespace_to_py(py, self.lease.namespace())
+    }
+
+    /// Whether the lease was released, or the arena was cleared.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.lease.len().is_err()
+    }
+
+    /// Returns the units of a group that a request needs to go on behind the prefix; of a state, the snapshot at its end,
+    /// from which the request copies: the cache owns it and does not change it.
+    ///
+    /// Raises:
+    ///     ArgumentError: If there is no such group.
+    ///     StaleError: If the lease was released, or the arena was cleared.
+    fn units(&self, group: &str) -> PyResult<LeasedUnits> {
+        let arena = self.lease.arena();
+        let number = arena.layout().group_number(group)?;
+        Ok(LeasedUnits { units: self.lease.units(number)?, arena: Arc::clone(arena), group: number })
+    }
+
+    /// Publishes what the request has computed since: its units become the cache's, and the lease grows over them.
+    ///
+    /// Units of tokens that another request has published in between are not kept twice: the caller's are freed, and the
+    /// request continues with those that the call returns. What the cache lacks for such tokens, a unit of a window or a
+    /// snapshot, it takes.
+    ///
+    /// Args:
+    ///     token_ids: Token ids of the whole prefix, from the first one on, in whole pages.
+    ///     units: The units by the name of the group, as `CacheArena.alloc` gives them; the caller's ownership passes to
+    ///         the cache. Of a group of pages, one for each position from that of the lease's end on, without one that is
+    ///         not full at the end of the tokens, and `None` for those that the request has given up behind a window. Of
+    ///         states, a snapshot of the state behind the last token, or nothing; of all states or none.
+    ///
+    /// Returns:
+    ///     The cache's units for the same positions, by the name of the group. `None` for a unit that neither had; an empty
+    ///     list for a state without a snapshot.
+    ///
+    /// Nothing is changed if the call raises.
+    ///
+    /// Raises:
+    ///     ArgumentError: If `token_ids` are not whole pages, do not begin with the tokens of the lease, or one is outside
+    ///         of [0, 2**31); if there is no such group; if units are too few or too many, or one is `None` that a prefix
+    ///         always has or that a request needs to go on behind a snapshot.
+    ///     IndexOwnershipError: If a unit is not in use, listed twice, or owned by a cache or a planner.
+    ///     StaleError: If the lease was released, or the arena was cleared.
+    ///     TypeError: If a unit is not an int or `None`.
+    fn publish<'py>(
+        &self,
+        py: Python<'py>,
+        token_ids: &Bound<'py, PyAny>,
+        units: &Bound<'py, PyDict>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let arena = self.lease.arena();
+        let mut given = vec![Vec::new(); arena.layout().groups().len()];
+        for item in units.items().iter() {
+            let (name, units): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
+            let name = name_of(&name)?;
+            given[arena.layout().group_number(&name)?] = units_of(&name, &units)?;
+        }
+        let published = with_tokens(token_ids, |tokens| Ok(self.lease.publish(tokens, &given)?))?;
+        let found = PyDict::new(py);
+        for (group, units) in published.units.iter().enumerate() {
+            found.set_item(arena.layout().groups()[group].name(), units_to_py(py, arena, group, units)?)?;
+        }
+        Ok(found)
+    }
+
+    /// Ends the lease. Does nothing if it has ended.
+    fn release(&self) {
+        self.lease.release();
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, _exception: &Bound<'_, PyTuple>) {
+        self.release();
+    }
+
+    fn __repr__(&self) -> String {
+        self.lease.len().map_or_else(
+            |_| "ArenaLease(released)".to_owned(),
+            |length| format!("ArenaLease(length={length}, namespace={})", self.lease.namespace()),
+        )
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.cache)
+    }
+}
+
+/// Converts the units of a group.
+fn units_of(group: &str, units: &Bound<'_, PyAny>) -> PyResult<Vec<Option<u32>>> {
+    let flat = flattened(units)?;
+    let number = |unit: i64| {
+        u32::try_from(unit).map(Some).map_err(|_| {
+            let text = format!("unit {unit} of group {group} is not a number of a unit");
+            PyErr::from(Error::argument(text).with_index(unit))
+        })
+    };
+    let Ok(list) = flat.cast::<PyList>() else {
+        return args::indices(&flat)?.values(units.py())?.iter().map(number).collect();
+    };
+    list.iter().map(|unit| if unit.is_none() { Ok(None) } else { number(args::int(&unit)?) }).collect()
+}
+
+/// Returns units of a group, or the numbers of a snapshot, as `CacheArena.alloc` does.
+fn units_to_py<'py>(
+    py: Python<'py>,
+    arena: &Arena,
+    group: usize,
+    units: &[Option<u32>],
+) -> PyResult<Bound<'py, PyList>> {
+    if arena.slabs().groups()[group].by_layer {
+        let lists = units.chunks(arena.numbers_of_unit(group)).map(|units| PyList::new(py, units));
+        return PyList::new(py, lists.collect::<PyResult<Vec<_>>>()?);
+    }
+    PyList::new(py, units)
+}
+
+/// Units of a group that a request needs to go on behind a prefix.
+#[pyclass(frozen, module = "kvpool", name = "LeasedUnits")]
+pub(super) struct LeasedUnits {
+    units: PoolUnits,
+    arena: Arc<Arena>,
+    group: usize,
+}
+
+#[pymethods]
+impl LeasedUnits {
+    /// The units of the sinks, which are units 0, 1, ... of the request; those that are among `units` are left out.
+    #[getter]
+    fn sinks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        PyList::new(py, &self.units.sinks)
+    }
+
+    /// The position of the first of `units`, in units of the group: 0 for full groups and states.
+    #[getter]
+    const fn first(&self) -> usize {
+        self.units.first
+    }
+
+    /// The units from there on to the end of the prefix, without one that is not full; of a state, the snapshot, as
+    /// `CacheArena.alloc` gives one. `None` for a unit that the publication of the lease did not have.
+    #[getter]
+    fn units<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        units_to_py(py, &self.arena, self.group, &self.units.units)
+    }
+
+    fn __repr__(&self) -> String {
+        let PoolUnits { sinks, first, units } = &self.units;
+        let name = self.arena.layout().groups()[self.group].name();
+        format!("LeasedUnits('{name}', {} sinks, {} units from {first} on)", sinks.len(), units.len())
+    }
+}
+
+/// How far a group could go on alone, and why not further.
+#[pyclass(frozen, module = "kvpool", name = "GroupReport")]
+pub(super) struct GroupReport {
+    name: String,
+    kind: GroupKind,
+    explained: GroupExplanation,
+}
+
+#[pymethods]
+impl GroupReport {
+    /// The name of the group.
+    #[getter]
+    fn group(&self) -> &str {
+        &self.name
+    }
+
+    /// The kind of the group: "full", "window", "chunk" or "state".
+    #[getter]
+    const fn kind(&self) -> &'static str {
+        self.kind.name()
+    }
+
+    /// The longest prefix, in tokens, at which the group could go on.
+    #[getter]
+    const fn length(&self) -> usize {
+        self.explained.len
+    }
+
+    /// The first and one past the last token of the units that are missing to go on where the known tokens end, or of the
+    /// tokens behind them; `None` if none is.
+    #[getter]
+    fn missing(&self) -> Option<(usize, usize)> {
+        self.explained.missing.clone().map(|Range { start, end }| (start, end))
+    }
+
+    /// Why it is not longer: "complete" (it is all of the prompt's pages), "evicted", "never published" (or forgotten),
+    /// "no snapshot", "snapshot evicted", or "part of an entry" (the last entry is of more tokens, and no state has the
+    /// rest).
+    #[getter]
+    const fn reason(&self) -> &'static str {
+        self.explained.reason.name()
+    }
+
+    fn __str__(&self) -> String {
+        let (name, kind, length) = (&self.name, self.kind.name(), self.length());
+        let missing = self.explained.missing.as_ref().map(|Range { start, end }| format!("{start}..{end}"));
+        let why = match (&self.explained.reason, missing) {
+            (GroupReason::Complete, _) => String::new(),
+            (GroupReason::Evicted, Some(missing)) => format!("; the units of {missing} were evicted"),
+            (GroupReason::NeverPublished, Some(missing)) => format!("; {missing} was never published"),
+            (GroupReason::NoSnapshot, _) => format!("; no snapshot beyond {length}"),
+            (GroupReason::SnapshotEvicted, _) => format!("; a snapshot beyond {length} was evicted"),
+            (reason, _) => format!("; {}", reason.name()),
+        };
+        format!("{kind} `{name}`: {length} tokens{why}")
+    }
+
+    fn __repr__(&self) -> String {
+        format!("GroupReport({})", self.__str__())
+    }
+}
