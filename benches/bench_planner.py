@@ -6,7 +6,7 @@ On a GPU, or with `--device cuda`, both sides only enqueue their work: what is t
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -68,7 +68,8 @@ def decode_ours(batch: int, context: int, *, page_size: int = 1, kv_indices: boo
     return Case(steps.decode, steps.back, STEPS)
 
 
-LAYOUTS = {
+Kind: TypeAlias = Literal["full", "window", "state"]
+LAYOUTS: dict[str, tuple[tuple[Kind, int | None], ...]] = {
     "a full group": (("full", None),),
     "a full and a window group": (("full", None), ("window", 1024)),
     "two full groups": (("full", None), ("full", None)),
@@ -77,7 +78,7 @@ LAYOUTS = {
 
 
 def decode_layout(
-    kinds: tuple[tuple[str, int | None], ...], batch: int, context: int, page_size: int
+    kinds: tuple[tuple[Kind, int | None], ...], batch: int, context: int, page_size: int
 ) -> Case:
     """Decode steps over a layout: for each group, what the planner of pages of one kind writes."""
     planes = [kvpool.Plane(name, "bfloat16", (2, 16)) for name in ("k", "v")]

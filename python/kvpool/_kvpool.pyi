@@ -1657,7 +1657,7 @@ class GDNPool(Pool):
 
         Args:
             src: An int, or ints in a tensor, an array or a sequence.
-            dst: IndicesLike, as many as `src`. For a slot listed twice, the last copy wins.
+            dst: Indices, as many as `src`. For a slot listed twice, the last copy wins.
 
         Raises:
             IndexError: If a slot is outside of the pool. Nothing is copied.
@@ -3247,8 +3247,25 @@ class CacheArena(Pool):
             ArgumentError: If there is no such group.
             IndexOwnershipError: If the arena is strict and a number is not in use, or named twice. Nothing is changed.
         """
+    def copy(self, group: str, dst: IndicesLike, src: IndicesLike) -> None:
+        """Copies whole units of a group, `src[i]` to `dst[i]`, as if all were read before any is written: the state of a request
+        to a snapshot, say. On a GPU it is one launch on the current stream.
+
+        Nothing is copied if the call raises.
+
+        Args:
+            group: Name of the group.
+            dst: The units that are written, as `free` takes them.
+            src: The units that are read, as many.
+
+        Raises:
+            ArgumentError: If there is no such group, or the numbers of units differ.
+            IndexError: If there is no such unit in `src`.
+            IndexOwnershipError: If a unit of `dst` is not in use, or is a planner's or a prefix cache's.
+            DriverError: If a driver call fails, or the stream is being captured.
+        """
     def clear(self) -> None:
-        """Frees all units of all groups."""
+        """Frees all units of all groups, those of prefix caches and planners too: their leases end."""
     def buffer(self, group: str, plane: str, layer: SupportsIndex) -> torch.Tensor:
         """Returns a plane of a layer as one tensor over the arena, without a copy.
 
@@ -3486,10 +3503,11 @@ class ArenaLease:
                 always has or that a request needs to go on behind a snapshot.
             IndexOwnershipError: If a unit is not in use, listed twice, or owned by a cache or a planner.
             StaleError: If the lease was released, or the arena was cleared.
+            StateError: If a request of an `ArenaPlanner` has the lease: it publishes by `ArenaPlanner.publish`.
             TypeError: If a unit is not an int or `None`.
         """
     def release(self) -> None:
-        """Ends the lease. Does nothing if it has ended."""
+        """Ends the lease. Does nothing if it has ended, and if a request of an `ArenaPlanner` has it: it ends with the request."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
@@ -3614,7 +3632,12 @@ class ArenaPlanner:
             ArgumentError: If `n` is negative.
         """
     def extend(
-        self, req_pool_indices: IndicesLike, prefix_lens: IndicesLike, seq_lens: IndicesLike
+        self,
+        req_pool_indices: IndicesLike,
+        prefix_lens: IndicesLike,
+        seq_lens: IndicesLike,
+        *,
+        prefixes: Sequence[ArenaLease | None] | None = None,
     ) -> ArenaPlan | None:
         """Takes the units for positions `[prefix, seq)` of each request in every group: a prefill, whole or chunked.
 
@@ -3622,16 +3645,22 @@ class ArenaPlanner:
             req_pool_indices: Request rows, ints `[bs]`.
             prefix_lens: Tokens that each request has now, ints `[bs]`.
             seq_lens: Tokens that each request will have, ints `[bs]`.
+            prefixes: `None`, or a sequence with one entry per request, each `None` or the `ArenaLease` of a new request,
+                as long as its prefix and possibly of length 0. The request keeps the lease, publishes through it, and
+                releases it in `finish`. Its states become copies of the lease's snapshot, in stream order. A lease is for
+                one request; with later chunks pass `None` or the same lease again.
 
         Returns:
             An `ArenaPlan`, or `None` if a group is short of units: then nothing is taken.
 
         Raises:
-            ArgumentError: If the arguments differ in length, a length does not follow from the request's current length,
-                a row is listed twice, or the batch exceeds the planner's limits.
+            ArgumentError: If the arguments differ in length, a length does not follow from the request's current length or
+                its lease, a row is listed twice, a lease is of another arena, or the batch exceeds the planner's limits.
             IndexError: If a row or a length is beyond the planner's.
             IndexOwnershipError: If a row is not allocated.
-            StaleError: If the arena was cleared since a request, which is not extended from 0, took its units.
+            StaleError: If the arena was cleared since a request, which is not extended from 0, took its units, or since a
+                lease was made; if a lease was released.
+            StateError: If a lease is another request's.
             DriverError: If a driver call fails, or the stream is being captured.
         """
     def decode(
@@ -3663,6 +3692,33 @@ class ArenaPlanner:
             StaleError: If the arena was cleared since a request took its units.
             DriverError: As in `extend`.
         """
+    def publish(self, req_pool_idx: SupportsIndex, token_ids: IndicesLike, *, snapshot: bool = False) -> int:
+        """Publishes what a request has computed through its lease: the units of its first tokens become the cache's.
+
+        Units of tokens that another request has published in between are not kept twice: the request goes on with the
+        cache's, which the next plan shows. Publish when the work that writes the units is enqueued on the current stream.
+
+        Args:
+            req_pool_idx: Request row.
+            token_ids: Token ids from the first one on, in whole pages: ints, or a tensor or array of them.
+            snapshot: Whether to keep a copy of the states, so that a request can go on behind these tokens: they must be
+                all that the request has. The copy is enqueued on the current stream, one launch for each group of states.
+                Nothing is kept of the states if there are no units for them.
+
+        Returns:
+            The number of tokens of the lease now.
+
+        Nothing is changed if the call raises.
+
+        Raises:
+            ArgumentError: If the request has fewer tokens, or more and `snapshot` is set; if `token_ids` are not whole pages,
+                do not begin with the tokens of the lease, or one is outside of [0, 2**31).
+            IndexError: If the row is beyond the planner's.
+            IndexOwnershipError: If the row is not allocated.
+            StaleError: If the arena was cleared since the request took its units.
+            StateError: If the request has no lease.
+            DriverError: If a driver call fails, or the stream is being captured.
+        """
     def truncate(self, req_pool_indices: IndicesLike, seq_lens: IndicesLike) -> None:
         """Shrinks requests, for example by rejected tokens, and frees the units of the others. What a state has seen stays in it.
 
@@ -3678,7 +3734,7 @@ class ArenaPlanner:
             StaleError: As in `decode`.
         """
     def finish(self, req_pool_indices: IndicesLike, seq_lens: IndicesLike | None = None) -> None:
-        """Frees the units and the rows of requests.
+        """Frees the units and the rows of requests, and ends their leases.
 
         Args:
             req_pool_indices: Request rows, ints `[bs]`.

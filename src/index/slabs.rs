@@ -321,6 +321,21 @@ impl Slabs {
         }
     }
 
+    /// Checks that units are in use and that whoever took them has them still: that [`Slabs::free`] would free them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for one that is not.
+    pub fn check_owned(&self, group: usize, units: &[i64]) -> Result<()> {
+        let mut bad = BadFrees::default();
+        for &unit in units {
+            if let Err(reason) = self.reason(group, unit) {
+                bad.add(unit, reason, 1);
+            }
+        }
+        let capacity = self.capacity() * widen(self.groups[group].units.units);
+        on_bad_frees(bad, OnBadFree::Fail, "unit", units.len(), capacity).map(drop)
+    }
+
     /// Returns the number of units of planners and prefix caches.
     #[must_use]
     pub const fn held(&self) -> usize {

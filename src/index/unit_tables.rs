@@ -559,6 +559,9 @@ impl UnitTables {
         units: &[Vec<Option<u32>>],
     ) -> Vec<Option<u32>> {
         let replace = |(table, units): (&mut UnitTable, &Vec<Option<u32>>)| {
+            if table.rule.is_state() {
+                return None;
+            }
             let first = table.rule.tokens.page(from);
             let mut changed = None;
             let line = table.line_mut(row);

@@ -403,6 +403,24 @@ impl SlabLayout {
         ratio(units * self.slab_bytes, slab.units)
     }
 
+    /// Returns where whole units of a group lie, all planes and padding included, as one tensor over the arena for each
+    /// run.
+    ///
+    /// # Panics
+    /// If there is no such group.
+    #[must_use]
+    pub fn unit_runs(&self, group: usize) -> PlaneRuns {
+        let SlabGroup { units, numbers, runs, unit_step, .. } = self.groups[group];
+        PlaneRuns {
+            offset: 0,
+            layers: runs,
+            layer_step: units * unit_step,
+            units: (self.slabs - 1) * numbers + units,
+            unit_step,
+            unit_bytes: unit_step,
+        }
+    }
+
     /// Returns where the units of a plane of a group lie, as one tensor over the arena for each layer.
     ///
     /// # Panics

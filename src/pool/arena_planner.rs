@@ -3,21 +3,25 @@
 
 mod arrays;
 mod batch;
+mod claim;
 mod plan_array;
+mod publish;
 mod state;
 
 use std::fmt;
 use std::sync::Arc;
 
-use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{Device, IndexVec, RequestRow, Result};
+use crate::base::lock_order::{LockRank, RankedMutex};
+use crate::base::{Device, Discarded, Error, IndexVec, RequestRow, Result, try_with_capacity};
+use crate::cache::Tokens;
 use crate::index::UnitGrowth;
 use crate::memory::{Backend, Stream};
 use crate::tensor::TensorView;
 
+use self::claim::ArenaClaim;
 pub use self::plan_array::PlanArray;
 use self::state::{NotPlanned, PlannerState, padded_size};
-use super::{CacheArena, make_room};
+use super::{ArenaLease, CacheArena, make_room};
 
 /// Sizes of an [`ArenaPlanner`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,7 +94,7 @@ pub struct ArenaPlan {
 ///     arena,
 /// ).unwrap();
 /// let row = IndexVec::I64(vec![planner.alloc(1).unwrap().unwrap()[0].into()]);
-/// planner.extend(&row, &[0], &[16], stream).unwrap().unwrap();
+/// planner.extend(&row, &[0], &[16], &[], stream).unwrap().unwrap();
 /// let plan = planner.decode(&row, &IndexVec::I64(vec![17]), 1, None, stream).unwrap().unwrap();
 /// let units = |group| planner.array(&plan, PlanArray::KvIndices(group)).unwrap().unwrap().shape().as_slice()[0];
 /// assert_eq!((units(0), units(1)), (5, 2));
@@ -139,28 +143,30 @@ impl ArenaPlanner {
     /// Returns the number of bytes of all arrays.
     #[must_use]
     pub fn mem_bytes(&self) -> usize {
-        self.state().mem_bytes()
+        self.with(|state, _| state.mem_bytes())
     }
 
     /// Returns the number of plans made so far.
     #[must_use]
     pub fn plans(&self) -> usize {
-        self.state().plans
+        self.with(|state, _| state.plans)
     }
 
     /// Returns the number of rows in use, of requests that have units, and of their tokens.
     #[must_use]
     pub fn totals(&self) -> (usize, usize, usize) {
-        let state = self.state();
-        let (requests, tokens) = state.tables.totals();
-        (state.rows_in_use(), requests, tokens)
+        self.with(|state, _| {
+            let (requests, tokens) = state.tables.totals();
+            (state.rows_in_use(), requests, tokens)
+        })
     }
 
-    /// Locks the state, which has ended the requests of earlier epochs of the arena.
-    fn state(&self) -> RankedGuard<'_, PlannerState> {
+    /// Calls `act` with the state, which has ended the requests of earlier epochs of the arena, under its lock.
+    fn with<R>(&self, act: impl FnOnce(&mut PlannerState, &Discarded) -> R) -> R {
+        let discarded = Discarded::new();
         let mut state = self.state.lock();
-        state.enter(&self.arena);
-        state
+        state.enter(&self.arena, &discarded);
+        act(&mut state, &discarded)
     }
 
     /// Takes `count` rows for requests without tokens, or returns `None` and takes none.
@@ -168,15 +174,18 @@ impl ArenaPlanner {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot list them.
     pub fn alloc(&self, count: usize) -> Result<Option<Vec<RequestRow>>> {
-        self.state().alloc(count)
+        self.with(|state, _| state.alloc(count))
     }
 
     /// Takes the units for positions `prefix..seq` of each request, in every group, and builds the metadata. Returns
     /// `None` if there are not enough: then only units behind windows and chunks were freed.
     ///
+    /// `prefixes` is empty, or has an entry for each request. A new request may begin with a lease, possibly of length 0,
+    /// which it keeps until it is finished. Its states become copies of the lease's snapshots, on `stream`.
+    ///
     /// # Errors
-    /// [`ErrorKind::Argument`] for lengths that do not follow from those of the requests, and for a batch of more requests
-    /// or tokens than the planner has room for; [`ErrorKind::Index`] for a row or a length beyond the tables;
+    /// [`ErrorKind::Argument`] for lengths that do not follow from those of the requests or their leases, and for a batch of
+    /// more requests or tokens than the planner has room for; [`ErrorKind::State`] for another request's lease; [`ErrorKind::Index`] for a row or a length beyond the tables;
     /// [`ErrorKind::IndexOwnership`] for a row that is not allocated; [`ErrorKind::Stale`] for a request whose tokens
     /// ended with a clear of the arena; [`ErrorKind::Driver`] when a driver call fails. Nothing is taken.
     ///
@@ -185,15 +194,48 @@ impl ArenaPlanner {
     /// [`ErrorKind::Index`]: crate::base::ErrorKind::Index
     /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
     /// [`ErrorKind::Stale`]: crate::base::ErrorKind::Stale
+    /// [`ErrorKind::State`]: crate::base::ErrorKind::State
     pub fn extend(
         &self,
         rows: &IndexVec,
         prefix_lens: &[i64],
         seq_lens: &[i64],
+        prefixes: &[Option<Arc<ArenaLease>>],
         stream: Stream,
     ) -> Result<Option<ArenaPlan>> {
+        if !prefixes.is_empty() && prefixes.len() != rows.len() {
+            let (rows, given) = (rows.len(), prefixes.len());
+            return Err(Error::argument(format!(
+                "a batch of {rows} rows and {given} prefixes; there must be an entry for each"
+            )));
+        }
         let size = [rows.len(), 0];
-        self.plan(size, stream, |state| state.extensions(rows, prefix_lens, seq_lens))
+        let claims = self.claim(rows, prefixes)?;
+        self.plan(size, &claims, stream, |state| state.extensions(rows, prefix_lens, seq_lens, &claims))
+    }
+
+    /// Claims the leases of a batch, by position. The lease that a request has already is not claimed again.
+    fn claim(
+        &self,
+        rows: &IndexVec,
+        prefixes: &[Option<Arc<ArenaLease>>],
+    ) -> Result<Vec<Option<ArenaClaim>>> {
+        if prefixes.iter().all(Option::is_none) {
+            return Ok(Vec::new());
+        }
+        let has = self.with(|state, _| -> Result<Vec<bool>> {
+            let rows = state.resolve(rows)?;
+            let has = |(row, lease): (&RequestRow, &Option<Arc<ArenaLease>>)| {
+                lease.as_ref().is_some_and(|lease| state.has_lease(*row, lease))
+            };
+            Ok(rows.iter().zip(prefixes).map(has).collect())
+        })?;
+        let mut claims = try_with_capacity(prefixes.len())?;
+        for (lease, has) in prefixes.iter().zip(has) {
+            let lease = lease.as_ref().filter(|_| !has);
+            claims.push(lease.map(|lease| ArenaClaim::new(lease, &self.arena)).transpose()?);
+        }
+        Ok(claims)
     }
 
     /// Extends each request by `tokens_per_req` tokens, like [`ArenaPlanner::extend`]. Requests of the padding row pad the
@@ -211,13 +253,14 @@ impl ArenaPlanner {
         stream: Stream,
     ) -> Result<Option<ArenaPlan>> {
         let size = [padded_size(rows.len(), pad_to)?, tokens_per_req];
-        self.plan(size, stream, |state| state.decodes(rows, seq_lens, tokens_per_req))
+        self.plan(size, &[], stream, |state| state.decodes(rows, seq_lens, tokens_per_req))
     }
 
     /// Plans a batch, and asks those that can give units back while it is short.
     fn plan(
         &self,
         size: [usize; 2],
+        claims: &[Option<ArenaClaim>],
         stream: Stream,
         growths: impl Fn(&mut PlannerState) -> Result<Vec<UnitGrowth>>,
     ) -> Result<Option<ArenaPlan>> {
@@ -225,11 +268,10 @@ impl ArenaPlanner {
             self.state.lock().executor().backpressure_event(numbers)
         })?;
         loop {
-            let planned = {
-                let mut state = self.state();
-                let growths = growths(&mut state)?;
-                state.plan(&self.arena, growths, size, stream)?
-            };
+            let planned = self.with(|state, discarded| {
+                let growths = growths(state)?;
+                state.plan(&self.arena, growths, claims, size, stream, discarded)
+            })?;
             match planned {
                 Ok(plan) => return Ok(Some(plan)),
                 Err(NotPlanned::Short(wanted)) if !self.arena.reclaim(&wanted, stream)? => return Ok(None),
@@ -246,16 +288,51 @@ impl ArenaPlanner {
     ///
     /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     pub fn truncate(&self, rows: &IndexVec, seq_lens: &IndexVec) -> Result<()> {
-        self.state().truncate(&self.arena, rows, seq_lens)
+        self.with(|state, _| state.truncate(&self.arena, rows, seq_lens))
     }
 
-    /// Frees all units and the rows of requests. `seq_lens`, if given, must match the requests.
+    /// Publishes the first tokens of a request, in whole pages, through its lease: their units become the cache's. Where
+    /// others have published the same tokens in between, the request goes on with their units, and its own are freed. With
+    /// `snapshot`, copies of its states are kept too, on `stream`, if there are units for them. Returns the tokens of the
+    /// lease.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] for a request without a lease; [`ErrorKind::Argument`] for more tokens than it has, for a
+    /// snapshot of fewer, and for tokens that are not those of the lease, as in [`ArenaLease::publish`]; those of
+    /// [`ArenaPlanner::extend`] for a row. Nothing is changed.
+    ///
+    /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
+    /// [`ErrorKind::State`]: crate::base::ErrorKind::State
+    pub fn publish(&self, row: i64, tokens: &dyn Tokens, snapshot: bool, stream: Stream) -> Result<usize> {
+        let handed = self.with(|state, _| state.hand_over(row, tokens.count(), snapshot))?;
+        let mut handed = match handed {
+            Ok(handed) => handed,
+            Err(leased) => return Ok(leased),
+        };
+        let taken = if snapshot { handed.take_snapshots(&self.arena, stream) } else { Ok(Vec::new()) };
+        let published = taken.and_then(|taken| {
+            let published = handed.lease.publish_held(tokens, &handed.units);
+            published.inspect_err(|_| handed.free(&self.arena, &taken))
+        });
+        self.with(|state, _| match published {
+            Ok(published) => {
+                state.record_published(&handed, &published.units);
+                Ok(published.length)
+            }
+            Err(error) => {
+                state.take_back(&self.arena, &handed);
+                Err(error)
+            }
+        })
+    }
+
+    /// Frees all units and the rows of requests, and ends their leases. `seq_lens`, if given, must match the requests.
     ///
     /// # Errors
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a length that does not match; those of
     /// [`ArenaPlanner::extend`] for rows. Nothing is changed.
     pub fn finish(&self, rows: &IndexVec, seq_lens: Option<&IndexVec>) -> Result<()> {
-        self.state().finish(&self.arena, rows, seq_lens)
+        self.with(|state, discarded| state.finish(&self.arena, rows, seq_lens, discarded))
     }
 
     /// Returns an array of a plan on the device, without a copy. `None` if the planner does not build it, or the group has
@@ -267,7 +344,7 @@ impl ArenaPlanner {
     /// # Panics
     /// If there is no such group.
     pub fn array(&self, plan: &ArenaPlan, array: PlanArray) -> Result<Option<TensorView>> {
-        self.state().array(plan, array)
+        self.with(|state, _| state.array(plan, array))
     }
 
     /// Returns an array of a plan in host memory: a copy, if the plan is on a device.
@@ -279,7 +356,7 @@ impl ArenaPlanner {
     /// # Panics
     /// If there is no such group.
     pub fn host_array(&self, plan: &ArenaPlan, array: PlanArray) -> Result<Option<TensorView>> {
-        self.state().host_array(plan, array)
+        self.with(|state, _| state.host_array(plan, array))
     }
 
     /// Returns the tokens of a request that have units.
@@ -287,7 +364,7 @@ impl ArenaPlanner {
     /// # Errors
     /// Those of [`ArenaPlanner::extend`] for a row.
     pub fn seq_len(&self, row: i64) -> Result<u32> {
-        self.state().seq_len(row)
+        self.with(|state, _| state.seq_len(row))
     }
 
     /// Returns the positions and the units that a request has in a group, in their order.
@@ -298,7 +375,7 @@ impl ArenaPlanner {
     /// # Panics
     /// If there is no such group.
     pub fn units(&self, row: i64, group: usize) -> Result<Vec<(u32, u32)>> {
-        self.state().units(row, group)
+        self.with(|state, _| state.units(row, group))
     }
 
     /// Checks the bookkeeping.
@@ -306,7 +383,7 @@ impl ArenaPlanner {
     /// # Errors
     /// [`ErrorKind::State`](crate::base::ErrorKind::State) if it is inconsistent.
     pub fn verify(&self) -> Result<()> {
-        self.state().verify()
+        self.with(|state, _| state.verify())
     }
 }
 

@@ -5,15 +5,17 @@ use std::sync::{Arc, Weak};
 
 use crate::base::bounded::{narrow, signed};
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{Device, Dims, Epoch, Error, Result, contiguous_strides, widen};
+use crate::base::{
+    DType, Device, Dims, Epoch, Error, IndexVec, Result, contiguous_strides, try_with_capacity, widen,
+};
 use crate::index::{BadFrees, OnBadFree, SlabCounts, SlabUnits, Slabs};
-use crate::kernels::BufferInfo;
-use crate::layout::{CacheLayout, SlabLayout, SlabOptions};
+use crate::kernels::{BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerRows, PlaneRows};
+use crate::layout::{CacheLayout, PlaneRuns, SlabLayout, SlabOptions};
 use crate::memory::{Backend, Region, Stream};
 use crate::tensor::TensorView;
 
 use super::contract::{Pool, Stats};
-use super::fits_int32;
+use super::{fits_int32, make_room};
 
 /// The shape of a [`CacheArena`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,6 +66,8 @@ pub struct CacheArena {
     slabs: SlabLayout,
     region: Arc<Region>,
     owners: RankedMutex<Owners>,
+    /// The whole units of each group, and what copies them.
+    units: Vec<(LayerRows, Executor)>,
     reclaim: RankedMutex<Vec<Weak<dyn ReclaimUnits>>>,
 }
 
@@ -124,7 +128,11 @@ impl CacheArena {
         let owners =
             RankedMutex::new(LockRank::CacheArena, Owners { slabs: owners, epoch: Epoch::default() });
         let reclaim = RankedMutex::new(LockRank::Reclaimers, Vec::new());
-        Ok(Self { config: config.clone(), slabs, region, owners, reclaim })
+        let mut units = try_with_capacity(groups)?;
+        for group in 0..groups {
+            units.push(copier(&region, slabs.unit_runs(group))?);
+        }
+        Ok(Self { units, config: config.clone(), slabs, region, owners, reclaim })
     }
 
     /// Returns the config of the arena.
@@ -276,6 +284,52 @@ impl CacheArena {
         self.owners().slabs.free(group, numbers, OnBadFree::of(self.config.strict))
     }
 
+    /// Copies whole units of a group, `src[i]` to `dst[i]`, as if all were read before any is written. On a GPU it is one
+    /// launch on `stream`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a group that does not exist and for different lengths;
+    /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for a target that is not in use or is a
+    /// planner's or a prefix cache's, [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a source that does not exist;
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails. Nothing is copied.
+    pub fn copy(&self, group: usize, dst: Vec<i64>, src: Vec<i64>, stream: Stream) -> Result<()> {
+        self.check_group(group)?;
+        self.owners().slabs.check_owned(group, &dst)?;
+        self.copy_units(group, dst, src, stream)
+    }
+
+    /// Works like [`Self::copy`], for targets of whoever calls.
+    pub(super) fn copy_units(
+        &self,
+        group: usize,
+        dst: Vec<i64>,
+        src: Vec<i64>,
+        stream: Stream,
+    ) -> Result<()> {
+        let (rows, executor) = &self.units[group];
+        make_room(dst.len() + src.len(), |numbers| executor.backpressure_event(numbers))?;
+        let [dst, src] = [dst, src].map(|units| Indices::Host(IndexVec::I64(units)));
+        executor.copy_rows(rows, &dst, &src, stream)
+    }
+
+    /// Takes units for a prefix cache, numbers by group, and asks those that can give units back. `None` if that is not
+    /// enough, or `epoch` is over.
+    pub(super) fn take_held(
+        &self,
+        epoch: Epoch,
+        wanted: &[usize],
+        stream: Stream,
+    ) -> Result<Option<Vec<Vec<u32>>>> {
+        loop {
+            let Some(taken) = self.in_epoch(epoch, |slabs| slabs.alloc_held(wanted)).transpose()? else {
+                return Ok(None);
+            };
+            if taken.is_some() || !self.reclaim(wanted, stream)? {
+                return Ok(taken);
+            }
+        }
+    }
+
     /// Frees all units of all groups, those of planners and prefix caches too.
     pub fn clear(&self) {
         let mut owners = self.owners();
@@ -343,6 +397,18 @@ impl CacheArena {
             Some(broken) => Err(Error::state(format!("the arena is inconsistent: {broken}"))),
         }
     }
+}
+
+/// Returns the whole units of a group as rows, and what copies them.
+fn copier(region: &Arc<Region>, runs: PlaneRuns) -> Result<(LayerRows, Executor)> {
+    /// Bytes of units' numbers that one copy sends to a device.
+    const RING_BYTES: usize = 64 << 10;
+    let plane = |runs: PlaneRuns| PlaneRows { runs, row: [1, runs.unit_bytes], dtype: DType::U8 };
+    // All planes are in the first.
+    let none = PlaneRuns { unit_step: 0, unit_bytes: 0, ..runs };
+    let rows = LayerRows::new(region, [plane(runs), plane(none)])?;
+    let space = IndexSpace { noun: "unit", len: runs.units };
+    Ok((rows, Executor::new(region, 1, IndexSpaces::of_rows(space), RING_BYTES)?))
 }
 
 impl Pool for CacheArena {

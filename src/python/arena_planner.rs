@@ -3,21 +3,24 @@
 mod plan;
 
 use pyo3::PyTraverseError;
+use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict, PyList};
+use pyo3::types::{IntoPyDict, PyDict, PyList, PySequence};
 
 use std::sync::Arc;
 
 use crate::base::IndexVec;
 use crate::memory::Stream;
-use crate::pool::{ArenaPlanner as Planner, ArenaPlannerConfig};
+use crate::pool::{ArenaLease as PoolLease, ArenaPlanner as Planner, ArenaPlannerConfig};
 
+use super::arena_prefix_cache::ArenaLease;
 use super::args::{self, Arg};
 use super::batch_planner::padded_sizes;
 use super::cache_arena::CacheArena;
 use super::framework::{backend, current_stream};
 use super::tensor_cache::TensorCache;
+use super::tokens::with_tokens;
 
 pub(super) use plan::{ArenaPlan, GroupPlan};
 
@@ -67,6 +70,26 @@ impl ArenaPlanner {
 
 fn values(py: Python<'_>, object: &Bound<'_, PyAny>) -> PyResult<IndexVec> {
     args::index_or_indices(object)?.values(py)
+}
+
+/// Converts a sequence of leases, or `None` in the place of one.
+fn leases(object: &Bound<'_, PyAny>) -> PyResult<Vec<Option<Arc<PoolLease>>>> {
+    let wrong = |what: &str, object: &Bound<'_, PyAny>| {
+        PyTypeError::new_err(format!("{what}, not {}", args::kind_of(object)))
+    };
+    let Ok(sequence) = object.cast::<PySequence>() else {
+        return Err(wrong("prefixes must be a sequence with one entry for each request", object));
+    };
+    let lease = |item: PyResult<Bound<'_, PyAny>>| {
+        let item = item?;
+        if item.is_none() {
+            return Ok(None);
+        }
+        let lease = item.cast::<ArenaLease>();
+        let lease = lease.map_err(|_| wrong("an entry of prefixes must be an ArenaLease or None", &item))?;
+        Ok(Some(Arc::clone(&lease.get().lease)))
+    };
+    sequence.try_iter()?.map(lease).collect()
 }
 
 #[pymethods]
@@ -120,28 +143,37 @@ impl ArenaPlanner {
     ///     req_pool_indices: Request rows, ints `[bs]`.
     ///     prefix_lens: Tokens that each request has now, ints `[bs]`.
     ///     seq_lens: Tokens that each request will have, ints `[bs]`.
+    ///     prefixes: `None`, or a sequence with one entry per request, each `None` or the `ArenaLease` of a new request,
+    ///         as long as its prefix and possibly of length 0. The request keeps the lease, publishes through it, and
+    ///         releases it in `finish`. Its states become copies of the lease's snapshot, in stream order. A lease is for
+    ///         one request; with later chunks pass `None` or the same lease again.
     ///
     /// Returns:
     ///     An `ArenaPlan`, or `None` if a group is short of units: then nothing is taken.
     ///
     /// Raises:
-    ///     ArgumentError: If the arguments differ in length, a length does not follow from the request's current length,
-    ///         a row is listed twice, or the batch exceeds the planner's limits.
+    ///     ArgumentError: If the arguments differ in length, a length does not follow from the request's current length or
+    ///         its lease, a row is listed twice, a lease is of another arena, or the batch exceeds the planner's limits.
     ///     IndexError: If a row or a length is beyond the planner's.
     ///     IndexOwnershipError: If a row is not allocated.
-    ///     StaleError: If the arena was cleared since a request, which is not extended from 0, took its units.
+    ///     StaleError: If the arena was cleared since a request, which is not extended from 0, took its units, or since a
+    ///         lease was made; if a lease was released.
+    ///     StateError: If a lease is another request's.
     ///     DriverError: If a driver call fails, or the stream is being captured.
+    #[pyo3(signature = (req_pool_indices, prefix_lens, seq_lens, *, prefixes=None))]
     fn extend(
         slf: &Bound<'_, Self>,
         req_pool_indices: &Bound<'_, PyAny>,
         prefix_lens: &Bound<'_, PyAny>,
         seq_lens: &Bound<'_, PyAny>,
+        prefixes: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<ArenaPlan>> {
         let (py, this) = (slf.py(), slf.get());
         let rows = values(py, req_pool_indices)?;
+        let prefixes = prefixes.map_or(Ok(Vec::new()), |prefixes| leases(prefixes))?;
         let prefix_lens = values(py, prefix_lens)?.into_i64()?;
         let seq_lens = values(py, seq_lens)?.into_i64()?;
-        let plan = this.planner.extend(&rows, &prefix_lens, &seq_lens, this.stream(py)?)?;
+        let plan = this.planner.extend(&rows, &prefix_lens, &seq_lens, &prefixes, this.stream(py)?)?;
         Ok(plan.map(|plan| ArenaPlan::new(slf, plan)))
     }
 
@@ -205,7 +237,44 @@ impl ArenaPlanner {
         Ok(self.planner.truncate(&rows, &seq_lens)?)
     }
 
-    /// Frees the units and the rows of requests.
+    /// Publishes what a request has computed through its lease: the units of its first tokens become the cache's.
+    ///
+    /// Units of tokens that another request has published in between are not kept twice: the request goes on with the
+    /// cache's, which the next plan shows. Publish when the work that writes the units is enqueued on the current stream.
+    ///
+    /// Args:
+    ///     req_pool_idx: Request row.
+    ///     token_ids: Token ids from the first one on, in whole pages: ints, or a tensor or array of them.
+    ///     snapshot: Whether to keep a copy of the states, so that a request can go on behind these tokens: they must be
+    ///         all that the request has. The copy is enqueued on the current stream, one launch for each group of states.
+    ///         Nothing is kept of the states if there are no units for them.
+    ///
+    /// Returns:
+    ///     The number of tokens of the lease now.
+    ///
+    /// Nothing is changed if the call raises.
+    ///
+    /// Raises:
+    ///     ArgumentError: If the request has fewer tokens, or more and `snapshot` is set; if `token_ids` are not whole pages,
+    ///         do not begin with the tokens of the lease, or one is outside of [0, 2**31).
+    ///     IndexError: If the row is beyond the planner's.
+    ///     IndexOwnershipError: If the row is not allocated.
+    ///     StaleError: If the arena was cleared since the request took its units.
+    ///     StateError: If the request has no lease.
+    ///     DriverError: If a driver call fails, or the stream is being captured.
+    #[pyo3(signature = (req_pool_idx, token_ids, *, snapshot=false))]
+    fn publish(
+        &self,
+        py: Python<'_>,
+        req_pool_idx: &Bound<'_, PyAny>,
+        token_ids: &Bound<'_, PyAny>,
+        snapshot: bool,
+    ) -> PyResult<usize> {
+        let (row, stream) = (args::int(req_pool_idx)?, self.stream(py)?);
+        with_tokens(token_ids, |tokens| Ok(self.planner.publish(row, tokens, snapshot, stream)?))
+    }
+
+    /// Frees the units and the rows of requests, and ends their leases.
     ///
     /// Args:
     ///     req_pool_indices: Request rows, ints `[bs]`.

@@ -247,7 +247,7 @@ fn limit_of(max_tokens: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
 /// released at the end of the block; a lease that is dropped is released, too.
 #[pyclass(frozen, module = "kvpool", name = "ArenaLease", weakref)]
 pub(super) struct ArenaLease {
-    lease: Arc<PoolLease>,
+    pub(super) lease: Arc<PoolLease>,
     cache: Py<ArenaPrefixCache>,
 }
 
@@ -325,6 +325,7 @@ impl ArenaLease {
     ///         always has or that a request needs to go on behind a snapshot.
     ///     IndexOwnershipError: If a unit is not in use, listed twice, or owned by a cache or a planner.
     ///     StaleError: If the lease was released, or the arena was cleared.
+    ///     StateError: If a request of an `ArenaPlanner` has the lease: it publishes by `ArenaPlanner.publish`.
     ///     TypeError: If a unit is not an int or `None`.
     fn publish<'py>(
         &self,
@@ -347,7 +348,7 @@ impl ArenaLease {
         Ok(found)
     }
 
-    /// Ends the lease. Does nothing if it has ended.
+    /// Ends the lease. Does nothing if it has ended, and if a request of an `ArenaPlanner` has it: it ends with the request.
     fn release(&self) {
         self.lease.release();
     }

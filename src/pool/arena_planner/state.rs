@@ -4,34 +4,38 @@ use std::sync::Arc;
 
 use crate::base::bounded::narrow;
 use crate::base::{
-    Device, Epoch, Error, ErrorKind, Id, IndexNumber, IndexVec, RequestRow, Result, try_with_capacity, widen,
+    Device, Discarded, Epoch, Error, ErrorKind, Id, IndexNumber, IndexVec, RequestRow, Result, try_collect,
+    try_with_capacity, widen,
 };
 use crate::index::{MissingUnits, OnBadFree, RowTable, UnitGrowth, UnitRule, UnitTables};
 use crate::kernels::{
     Executor, IndexSpace, IndexSpaces, UNIT_REQUEST_NUMBERS, UNIT_SPAN_NUMBERS, UnitGroup, UnitPlanBatch,
 };
 use crate::memory::{Backend, Region, RegionWriter, Stream};
-use crate::pool::{CacheArena, at_least_one, fits_int32};
+use crate::pool::{ArenaLease, CacheArena, at_least_one, fits_int32};
 use crate::tensor::TensorView;
 
 use super::arrays::{ArrayLayout, PlanArrays};
 use super::batch::PlannedBatch;
+use super::claim::{ArenaClaim, ArenaLeaseEnd};
 use super::{ArenaPlan, ArenaPlannerConfig, PlanArray};
 
 /// The state of an [`ArenaPlanner`](super::ArenaPlanner).
 #[derive(Debug)]
 pub(super) struct PlannerState {
     config: ArenaPlannerConfig,
-    rows: RowTable<RequestRow>,
+    pub(super) rows: RowTable<RequestRow>,
     pub(super) tables: UnitTables,
-    arrays: PlanArrays,
+    pub(super) arrays: PlanArrays,
     executor: Executor,
     batch: PlannedBatch,
+    /// The leases of requests, by row.
+    pub(super) leases: Vec<Option<Arc<ArenaLease>>>,
     /// The epoch of the arena in which requests have their units.
-    epoch: Epoch,
+    pub(super) epoch: Epoch,
     pub(super) plans: usize,
     /// Counts changes of the units of requests.
-    changes: u64,
+    pub(super) changes: u64,
 }
 
 /// A step that was not taken.
@@ -78,6 +82,7 @@ impl PlannerState {
             arrays: PlanArrays::new(places, memory, &config, widen(rows))?,
             tables,
             executor,
+            leases: try_collect((0..rows).map(|_| None))?,
             epoch: arena.epoch(),
             plans: 0,
             changes: 0,
@@ -99,14 +104,21 @@ impl PlannerState {
     }
 
     /// Ends the tokens of all requests if the arena has been cleared.
-    pub(super) fn enter(&mut self, arena: &CacheArena) {
+    pub(super) fn enter(&mut self, arena: &CacheArena, discarded: &Discarded) {
         let epoch = arena.epoch();
         if self.epoch != epoch {
             self.epoch = epoch;
             self.tables.clear();
             self.arrays.forget_lines(&self.tables);
             self.changes += 1;
+            let leases = self.leases.iter_mut().filter_map(Option::take);
+            leases.for_each(|lease| discarded.add(Arc::new(ArenaLeaseEnd(lease))));
         }
+    }
+
+    /// Returns whether `lease` is that of the request in `row`.
+    pub(super) fn has_lease(&self, row: RequestRow, lease: &Arc<ArenaLease>) -> bool {
+        self.leases[widen(row.number())].as_ref().is_some_and(|own| Arc::ptr_eq(own, lease))
     }
 
     pub(super) fn alloc(&mut self, count: usize) -> Result<Option<Vec<RequestRow>>> {
@@ -140,12 +152,13 @@ impl PlannerState {
         Ok(rows)
     }
 
-    /// Returns the growth of each request of a batch.
+    /// Returns the growth of each request of a batch, some of which begin with the lease of a claim.
     pub(super) fn extensions(
         &mut self,
         rows: &IndexVec,
         prefix_lens: &[i64],
         seq_lens: &[i64],
+        claims: &[Option<ArenaClaim>],
     ) -> Result<Vec<UnitGrowth>> {
         if [prefix_lens.len(), seq_lens.len()] != [rows.len(); 2] {
             return Err(Error::argument(format!(
@@ -159,7 +172,9 @@ impl PlannerState {
         let mut growths = try_with_capacity(rows.len())?;
         for (position, &row) in rows.iter().enumerate() {
             let lens = [prefix_lens[position], seq_lens[position]];
-            growths.push(self.tables.growth(position, row, lens, None)?);
+            let claim = claims.get(position).and_then(Option::as_ref);
+            claim.map_or(Ok(()), |claim| claim.check(self.epoch))?;
+            growths.push(self.tables.growth(position, row, lens, claim.map(|claim| claim.len))?);
         }
         Ok(growths)
     }
@@ -199,37 +214,75 @@ impl PlannerState {
         Ok(growths)
     }
 
-    /// Plans a checked batch, padded with requests of `of_padding` tokens to `padded_size`.
+    /// Plans a checked batch, padded with requests of `of_padding` tokens to `padded_size`. Requests with a claim begin
+    /// with its lease.
     pub(super) fn plan(
         &mut self,
         arena: &CacheArena,
         growths: Vec<UnitGrowth>,
+        claims: &[Option<ArenaClaim>],
         [padded_size, of_padding]: [usize; 2],
         stream: Stream,
+        discarded: &Discarded,
     ) -> Result<std::result::Result<ArenaPlan, NotPlanned>> {
         let missing = padded_size - growths.len();
         let of_padding = if missing > 0 { of_padding } else { 0 };
         let sizes = self.sizes(&growths, [missing, of_padding])?;
         self.executor.check_not_capturing(stream, "a plan, of which the host keeps a copy,")?;
-        let grown = arena.in_epoch(self.epoch, |slabs| self.tables.grow(&growths, slabs));
-        match grown.transpose()? {
+        for (growth, claim) in claimed(&growths, claims) {
+            self.tables.adopt(growth.row, claim.len, &claim.cached);
+        }
+        let grown = arena.in_epoch(self.epoch, |slabs| self.tables.grow(&growths, slabs)).transpose();
+        if !matches!(grown, Ok(Some(Ok(())))) {
+            claimed(&growths, claims).for_each(|(growth, _)| self.tables.disown(growth.row));
+        }
+        match grown? {
             None => return Ok(Err(NotPlanned::Cleared)),
             Some(Err(missing)) => return Ok(Err(NotPlanned::Short(missing))),
             Some(Ok(())) => (),
         }
         self.plans += 1;
         self.changes += 1;
-        let written =
-            self.batch.begin(growths, [missing, of_padding], &self.rows).and_then(|()| self.write(stream));
+        let written = self
+            .batch
+            .begin(growths, [missing, of_padding], &self.rows)
+            .and_then(|()| self.restore_states(arena, claims, stream))
+            .and_then(|()| self.write(stream));
+        let Self { batch, tables, leases, .. } = self;
+        let grown = &batch.growths[..batch.real];
         if let Err(failure) = written {
-            let Self { batch, tables, .. } = self;
-            let grown = &batch.growths[..batch.real];
             // After a clear there is nothing to undo.
             let _ = arena.in_epoch(self.epoch, |slabs| tables.shrink(grown, slabs));
             self.arrays.forget_lines(&self.tables);
             return Err(failure);
         }
+        for (growth, claim) in claimed(grown, claims) {
+            if let Some(earlier) = leases[widen(growth.row.number())].replace(claim.keep()) {
+                discarded.add(Arc::new(ArenaLeaseEnd(earlier)));
+            }
+        }
         Ok(Ok(ArenaPlan { number: self.plans, changes: self.changes, ..sizes }))
+    }
+
+    /// Copies the snapshots of leases to the states of their requests: a launch for each group of states.
+    fn restore_states(
+        &self,
+        arena: &CacheArena,
+        claims: &[Option<ArenaClaim>],
+        stream: Stream,
+    ) -> Result<()> {
+        let claimed = || claimed(&self.batch.growths, claims).filter(|(_, claim)| claim.len > 0);
+        for group in (0..self.tables.groups()).filter(|&group| self.tables.rule(group).is_state()) {
+            let (mut dst, mut src): (Vec<i64>, Vec<i64>) = (Vec::new(), Vec::new());
+            for (growth, claim) in claimed() {
+                src.extend(claim.snapshots[group].iter().map(|&unit| i64::from(unit)));
+                dst.extend(self.tables.line(group, growth.row).iter().map(|&unit| i64::from(unit)));
+            }
+            if !dst.is_empty() {
+                arena.copy_units(group, dst, src, stream)?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns the sizes of a batch, with padding.
@@ -379,6 +432,7 @@ impl PlannerState {
         arena: &CacheArena,
         rows: &IndexVec,
         seq_lens: Option<&IndexVec>,
+        discarded: &Discarded,
     ) -> Result<()> {
         let resolved = self.resolve(rows)?;
         if let Some(lens) = seq_lens {
@@ -391,6 +445,11 @@ impl PlannerState {
                         "request row {row} at position {position} has {has} tokens with units, not {len}"
                     )));
                 }
+            }
+        }
+        for row in &resolved {
+            if let Some(lease) = self.leases[widen(row.number())].take() {
+                discarded.add(Arc::new(ArenaLeaseEnd(lease)));
             }
         }
         self.cut(arena, resolved.into_iter().map(|row| (row, 0)));
@@ -473,16 +532,26 @@ impl PlannerState {
         Ok(units)
     }
 
-    /// Gives the units of all requests back: the planner ends.
+    /// Gives the units of all requests back, and ends their leases: the planner ends.
     pub(super) fn end(&mut self, arena: &CacheArena) {
         let tables = &mut self.tables;
         let _ = arena.in_epoch(self.epoch, |slabs| tables.end(slabs));
+        self.leases.iter().flatten().for_each(|lease| lease.end());
     }
 
     /// Checks the bookkeeping.
     pub(super) fn verify(&self) -> Result<()> {
         self.tables.verify()
     }
+}
+
+/// Returns the requests of a batch that begin with a lease.
+fn claimed<'a>(
+    growths: &'a [UnitGrowth],
+    claims: &'a [Option<ArenaClaim>],
+) -> impl Iterator<Item = (UnitGrowth, &'a ArenaClaim)> {
+    let named = growths.iter().zip(claims);
+    named.filter_map(|(growth, claim)| Some((*growth, claim.as_ref()?)))
 }
 
 /// Returns the smallest of `sizes` that a batch of `count` fits.

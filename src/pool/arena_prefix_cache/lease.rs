@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Epoch, Error, ErrorKind, Result};
@@ -33,6 +34,8 @@ pub struct ArenaLease {
     epoch: Epoch,
     /// `None` once it is released.
     hold: RankedMutex<Option<GroupHold>>,
+    /// Whether a request of a planner has it, which releases it.
+    is_bound: AtomicBool,
 }
 
 /// Who owns the units of a publication before it.
@@ -51,7 +54,13 @@ impl ArenaLease {
         epoch: Epoch,
         namespace: Namespace,
     ) -> Self {
-        Self { core: Arc::clone(core), namespace, epoch, hold: RankedMutex::new(LockRank::Lease, Some(hold)) }
+        Self {
+            core: Arc::clone(core),
+            namespace,
+            epoch,
+            hold: RankedMutex::new(LockRank::Lease, Some(hold)),
+            is_bound: AtomicBool::new(false),
+        }
     }
 
     /// Returns the arena of the units.
@@ -116,11 +125,17 @@ impl ArenaLease {
     /// # Errors
     /// See [`Self::len`]. [`ErrorKind::Argument`] for tokens that are not the lease's, do not fill pages or are no
     /// token ids, for units that are missing, too many or too few; [`ErrorKind::IndexOwnership`] for units that are
-    /// not in use, are listed twice or held already. Nothing is changed.
+    /// not in use, are listed twice or held already; [`ErrorKind::State`](crate::base::ErrorKind::State) for the lease of a
+    /// planner's request. Nothing is changed.
     ///
     /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
     pub fn publish(&self, tokens: &dyn Tokens, units: &[Vec<Option<u32>>]) -> Result<ArenaPublished> {
+        if self.is_bound.load(Ordering::Acquire) {
+            return Err(Error::state(
+                "the lease is a planner's request's, which publishes through its planner",
+            ));
+        }
         self.publish_of(Owner::User, tokens, units)
     }
 
@@ -130,7 +145,6 @@ impl ArenaLease {
     ///
     /// # Errors
     /// See [`Self::publish`], without the errors of ownership.
-    #[cfg_attr(not(test), expect(dead_code, reason = "planners of arenas publish with it"))]
     pub(in crate::pool) fn publish_held(
         &self,
         tokens: &dyn Tokens,
@@ -170,8 +184,37 @@ impl ArenaLease {
         })
     }
 
-    /// Ends the lease. Later calls of it fail; a second release does nothing.
+    /// Ends the lease. Later calls of it fail; a second release does nothing. The lease of a planner's request ends with
+    /// the request, and not before.
     pub fn release(&self) {
+        if !self.is_bound.load(Ordering::Acquire) {
+            self.end();
+        }
+    }
+
+    /// Returns the epoch of the arena in which it was made.
+    pub(in crate::pool) const fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// Makes it the lease of a planner's request.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`] if another has it.
+    pub(in crate::pool) fn bind(&self) -> Result<()> {
+        if self.is_bound.swap(true, Ordering::AcqRel) {
+            return Err(Error::state("the lease is another request's; match the prefix again"));
+        }
+        Ok(())
+    }
+
+    /// Undoes [`Self::bind`]: the request was not planned.
+    pub(in crate::pool) fn unbind(&self) {
+        self.is_bound.store(false, Ordering::Release);
+    }
+
+    /// Ends the lease of a planner's request.
+    pub(in crate::pool) fn end(&self) {
         let Some(hold) = self.hold.lock().take() else { return };
         if let Some(mut cache) = self.core.at(self.epoch) {
             let freed = cache.groups.release(hold);
@@ -213,7 +256,7 @@ fn stale_error(why: &str) -> Error {
 
 impl Drop for ArenaLease {
     fn drop(&mut self) {
-        self.release();
+        self.end();
     }
 }
 

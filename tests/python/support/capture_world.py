@@ -175,13 +175,15 @@ class World:
         self.buffer = self.buffers.alloc(64, FLOAT)
         self.arena = kvpool.CacheArena(LAYOUT, 1 << 14, "cuda")
         self.units = some(self.arena.alloc({"full": 2}))["full"]
-        self.arena_planner = kvpool.ArenaPlanner(self.arena, ROWS, SIZE, 4, SIZE)
-        self.arena_rows = some(self.arena_planner.alloc(2))
-        self.arena_plan = some(self.arena_planner.extend(self.arena_rows[:1], [0], [5]))
         self.arena_cache = kvpool.ArenaPrefixCache(self.arena, events=True)
         self.arena_lease = self.arena_cache.match([])
         self.arena_lease.publish([1, 2, 3, 4], some(self.arena.alloc({"full": 1})))
         self.more_units = some(self.arena.alloc({"full": 1}))
+        self.arena_planner = kvpool.ArenaPlanner(self.arena, ROWS, SIZE, 4, SIZE)
+        self.arena_rows = some(self.arena_planner.alloc(2))
+        self.arena_plan = some(
+            self.arena_planner.extend(self.arena_rows[:1], [0], [5], prefixes=[self.arena_cache.match([])])
+        )
         self.pages = kvpool.PagePool(8, 4, FLOAT, "cuda")
         self.page_number = some(self.pages.alloc())
         self.workspace = kvpool.Workspace("cuda", 1 << 14)

@@ -1,0 +1,144 @@
+//! Publications of a planner's requests: their units become the cache's.
+//!
+//! The cache's lock comes before the planner's, so a request gives its units up first, and then the cache takes them.
+
+use std::sync::Arc;
+
+use crate::base::bounded::narrow;
+use crate::base::{Epoch, Error, Id, IndexVec, RequestRow, Result, try_with_capacity, widen};
+use crate::pool::{ArenaLease, CacheArena};
+
+use super::state::PlannerState;
+
+/// What a request has given up to be published.
+pub(super) struct HandedOver {
+    row: RequestRow,
+    /// The generation of the row.
+    generation: u32,
+    epoch: Epoch,
+    pub(super) lease: Arc<ArenaLease>,
+    /// The leased tokens before.
+    pub(super) leased: u32,
+    /// The units by group.
+    pub(super) units: Vec<Vec<Option<u32>>>,
+    /// The numbers of the request's state, by group.
+    states: Vec<Vec<i64>>,
+}
+
+impl HandedOver {
+    /// Takes snapshots of the states, copies of them on `stream`. There are none if the arena is short.
+    ///
+    /// # Errors
+    /// The errors of [`CacheArena::copy`] for driver calls. Nothing is taken.
+    pub(super) fn take_snapshots(
+        &mut self,
+        arena: &CacheArena,
+        stream: crate::memory::Stream,
+    ) -> Result<Vec<Vec<u32>>> {
+        let wanted: Vec<usize> = self.states.iter().map(Vec::len).collect();
+        let Some(taken) = arena.take_held(self.epoch, &wanted, stream)? else { return Ok(Vec::new()) };
+        for (group, (units, states)) in taken.iter().zip(&self.states).enumerate() {
+            if units.is_empty() {
+                continue;
+            }
+            let targets = units.iter().map(|&unit| i64::from(unit)).collect();
+            if let Err(failure) = arena.copy_units(group, targets, states.clone(), stream) {
+                self.free(arena, &taken);
+                return Err(failure);
+            }
+            self.units[group] = units.iter().copied().map(Some).collect();
+        }
+        Ok(taken)
+    }
+
+    /// Frees units that nobody has any more.
+    pub(super) fn free(&self, arena: &CacheArena, units: &[Vec<u32>]) {
+        // A cleared arena has them already.
+        let _ = arena.in_epoch(self.epoch, |slabs| {
+            for (group, units) in units.iter().enumerate() {
+                slabs.free_held(group, units);
+            }
+        });
+    }
+}
+
+impl PlannerState {
+    /// Takes the units of the first `tokens` tokens behind its lease from a request. Returns `None` if the lease has them
+    /// already.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) for a request without a lease;
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for more tokens than it has, and for a snapshot of fewer.
+    pub(super) fn hand_over(
+        &mut self,
+        row: i64,
+        tokens: usize,
+        snapshot: bool,
+    ) -> Result<std::result::Result<HandedOver, usize>> {
+        let row = self.resolve(&IndexVec::I64(vec![row]))?[0];
+        if let Some(error) = self.tables.cleared_error(0, row) {
+            return Err(error);
+        }
+        let Some(lease) = self.leases[widen(row.number())].clone() else {
+            let text = format!(
+                "request row {row} has no lease to publish through; extend it with one, which may be of length 0"
+            );
+            return Err(Error::state(text));
+        };
+        let (has, leased) = (self.tables.len(row), self.tables.leased(row));
+        if tokens > widen(has) || (snapshot && tokens < widen(has)) {
+            let what = if snapshot { "a snapshot is of all of them, not of" } else { "it cannot publish" };
+            return Err(Error::argument(format!(
+                "request row {row} has {has} tokens with units; {what} {tokens}"
+            )));
+        }
+        if tokens < widen(leased) {
+            return Ok(Err(widen(leased)));
+        }
+        let mut states = try_with_capacity(self.tables.groups())?;
+        for group in 0..self.tables.groups() {
+            let is_wanted = snapshot && self.tables.rule(group).is_state();
+            let line = self.tables.line(group, row).iter().map(|&unit| i64::from(unit));
+            states.push(if is_wanted { line.collect() } else { Vec::new() });
+        }
+        let units = self.tables.hand_over(row, narrow(tokens))?;
+        let (generation, epoch) = (self.rows.generation(row), self.epoch);
+        Ok(Ok(HandedOver { row, generation, epoch, lease, leased, units, states }))
+    }
+
+    /// Returns whether the request that gave units up is still there.
+    fn is_there(&self, handed: &HandedOver) -> bool {
+        self.epoch == handed.epoch
+            && self.rows.rows().is_live(handed.row)
+            && self.rows.generation(handed.row) == handed.generation
+    }
+
+    /// Records the cache's units in the place of those that a request has given up.
+    pub(super) fn record_published(&mut self, handed: &HandedOver, units: &[Vec<Option<u32>>]) {
+        if !self.is_there(handed) {
+            return;
+        }
+        let changed = self.tables.replace_leased(handed.row, handed.leased, units);
+        for (lines, changed) in self.arrays.lines.iter_mut().zip(&changed) {
+            if let (Some(lines), Some(changed)) = (lines, changed) {
+                lines.table.truncate(handed.row, widen(*changed));
+            }
+        }
+        self.changes += u64::from(changed.iter().any(Option::is_some));
+    }
+
+    /// Gives units back to the request that gave them up, or to the arena if it is gone.
+    pub(super) fn take_back(&mut self, arena: &CacheArena, handed: &HandedOver) {
+        if self.is_there(handed) {
+            self.tables.take_back(handed.row, handed.leased);
+            return;
+        }
+        let is_state = |group: usize| self.tables.rule(group).is_state();
+        let own = |(group, units): (usize, &Vec<Option<u32>>)| {
+            let units = units.iter().copied().flatten().filter(|_| !is_state(group));
+            units.collect::<Vec<_>>()
+        };
+        let own: Vec<_> = handed.units.iter().enumerate().map(own).collect();
+        handed.free(arena, &own);
+    }
+}

@@ -1,0 +1,404 @@
+"""ArenaPlanner over an ArenaPrefixCache: requests begin with leases and publish, by what memory holds."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import TYPE_CHECKING
+
+import devices
+import pytest
+import torch
+from common import some
+
+from kvpool import (
+    ArenaLease,
+    ArenaPlanner,
+    ArenaPrefixCache,
+    ArgumentError,
+    CacheArena,
+    CacheLayout,
+    Group,
+    IndexOwnershipError,
+    Plane,
+    StaleError,
+    StateError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("device")
+
+PAGE = 4
+K = [Plane("k", "float32", (2,))]
+STATES = [Plane("recurrent", "float32", (2,)), Plane("conv", "float32", (2,))]
+FULL = Group("full", "full", [0, 3], K)
+WINDOW = Group("window", "window", [1], K, tokens=6, sinks=2)
+CHUNK = Group("chunk", "chunk", [2], K, tokens=8)
+STATE = Group("state", "state", [4, 5], STATES)
+LAYOUTS = {
+    "full": CacheLayout([FULL], page_size=PAGE),
+    "windows": CacheLayout([FULL, WINDOW, CHUNK], page_size=PAGE),
+    "hybrid": CacheLayout([FULL, WINDOW, STATE], page_size=PAGE),
+}
+
+
+def digest(tokens: list[int]) -> float:
+    """What an entry holds that follows from all tokens up to its own."""
+    value = 7.0
+    for token in tokens:
+        value = (value * 31 + token + 1) % 100_003
+    return value
+
+
+class Engine:
+    """Requests whose memory holds what follows from their tokens."""
+
+    def __init__(self, layout: CacheLayout, arena_bytes: int, rows: int = 6) -> None:
+        self.arena = CacheArena(layout, arena_bytes, devices.current())
+        self.cache = ArenaPrefixCache(self.arena, policy="lru")
+        self.planner = ArenaPlanner(self.arena, rows, 64, rows, 256)
+        self.groups = layout.groups
+        self.tokens: dict[int, list[int]] = {}
+        self.buffers = {
+            (group.name, layer): self.arena.buffer(group.name, "k", layer)
+            for group in self.groups
+            if group.kind != "state"
+            for layer in group.layers
+        }
+        self.states = {
+            (plane.name, layer): self.arena.buffer("state", plane.name, layer)
+            for group in self.groups
+            if group.kind == "state"
+            for plane in group.planes
+            for layer in group.layers
+        }
+
+    def write(self, row: int, first: int) -> None:
+        """Write the entries from a position on, and the states."""
+        tokens = self.tokens[row]
+        for (name, layer), buffer in self.buffers.items():
+            units = self.planner.units(row, name)
+            for at in range(first, len(tokens)):
+                buffer[units[at // PAGE], at % PAGE] = digest(tokens[: at + 1]) + layer
+        for (_, layer), buffer in self.states.items():
+            buffer[self.number(row, layer)] = digest(tokens) + layer
+
+    def number(self, row: int, layer: int) -> int:
+        """The number of a state's unit in a layer."""
+        units = self.planner.units(row, "state")
+        return units[[4, 5].index(layer)] if len(units) > 1 else units[0]
+
+    def check(self, row: int, length: int) -> None:
+        """The units that a request keeps hold what its first tokens left there, and so does its state."""
+        tokens = self.tokens[row]
+        for (name, layer), buffer in self.buffers.items():
+            held = buffer.tolist()
+            for position, unit in self.planner.units(row, name).items():
+                for at in range(position * PAGE, min(position * PAGE + PAGE, length)):
+                    expected = digest(tokens[: at + 1]) + layer
+                    assert held[unit][at % PAGE] == [expected] * 2, (name, layer, row, at)
+        for (_, layer), buffer in self.states.items():
+            if length:
+                assert buffer[self.number(row, layer)].tolist() == [digest(tokens[:length]) + layer] * 2
+
+    def begin(self, tokens: list[int], chunk: int) -> tuple[int, int] | None:
+        """Begin a request with what is cached of its tokens, and compute a chunk of the others."""
+        taken = self.planner.alloc()
+        if taken is None:
+            return None
+        lease = self.cache.match(tokens, max_tokens=len(tokens) - 1)
+        end = min(len(tokens), len_of(lease) + chunk)
+        plan = self.planner.extend(taken, [len_of(lease)], [end], prefixes=[lease])
+        if plan is None:
+            self.planner.finish(taken)
+            lease.release()
+            return None
+        self.tokens[taken[0]] = tokens[:end]
+        self.check(taken[0], len_of(lease))
+        self.write(taken[0], len_of(lease))
+        return taken[0], len_of(lease)
+
+    def grow(self, rows: list[int], more: list[list[int]]) -> bool:
+        """Compute more tokens of requests."""
+        lens = [len(self.tokens[row]) for row in rows]
+        ends = [length + len(tokens) for length, tokens in zip(lens, more, strict=True)]
+        if self.planner.extend(rows, lens, ends, prefixes=[None] * len(rows)) is None:
+            return False
+        for row, length, tokens in zip(rows, lens, more, strict=True):
+            self.check(row, length)
+            self.tokens[row] = self.tokens[row] + tokens
+            self.write(row, length)
+        return True
+
+    def publish(self, row: int) -> int:
+        """Publish whole pages, with a snapshot where the state is at their end."""
+        tokens = self.tokens[row]
+        whole = len(tokens) // PAGE * PAGE
+        return self.planner.publish(row, tokens[:whole], snapshot=whole == len(tokens))
+
+    def finish(self, row: int) -> None:
+        self.planner.finish([row])
+        del self.tokens[row]
+
+    def verify(self) -> None:
+        self.planner.verify()
+        self.cache.verify()
+        self.arena.verify()
+
+
+def len_of(lease: ArenaLease) -> int:
+    return lease.length
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_holds_what_its_tokens_left_there(name: str, seed: int) -> None:
+    choose = random.Random(seed)  # noqa: S311 - of a test
+    engine = Engine(LAYOUTS[name], choose.choice([6_000, 12_000, 60_000]))
+    heads = [[choose.randrange(3) for _ in range(24)] for _ in range(3)]
+    hits = 0
+    for _ in range(150):
+        live = sorted(engine.tokens)
+        match choose.choice(["begin", "begin", "grow", "grow", "publish", "publish", "finish"]):
+            case "begin":
+                head = choose.choice(heads)[: choose.randint(1, 24)]
+                tail = [choose.randrange(3) for _ in range(choose.randint(1, 6))]
+                begun = engine.begin(head + tail, choose.choice([3, 4, 8, 30]))
+                hits += begun[1] if begun else 0
+            case "grow":
+                rows = [row for row in live if len(engine.tokens[row]) < 50 and choose.random() < 0.6]
+                engine.grow(
+                    rows, [[choose.randrange(3) for _ in range(choose.choice([1, 1, 4]))] for _ in rows]
+                )
+            case "publish" if live:
+                row = choose.choice(live)
+                length = engine.publish(row)
+                assert length == len(engine.tokens[row]) // PAGE * PAGE
+                engine.check(row, len(engine.tokens[row]))
+            case "finish" if live:
+                engine.finish(choose.choice(live))
+            case _:
+                pass
+        engine.verify()
+    assert hits > 0
+    for row in [*engine.tokens]:
+        engine.check(row, len(engine.tokens[row]))
+        engine.finish(row)
+    engine.cache.clear()
+    stats = engine.arena.stats()
+    assert stats["available"] == stats["capacity"]
+
+
+def test_a_state_goes_on_from_its_snapshot() -> None:
+    engine = Engine(LAYOUTS["hybrid"], 1 << 16)
+    row, found = some(engine.begin([1, 2, 3, 4, 5, 6, 7, 8, 9], 8))
+    assert found == 0
+    assert engine.publish(row) == 8
+    other, found = some(engine.begin([1, 2, 3, 4, 5, 6, 7, 8, 0, 0], 30))
+    assert found == 8
+    assert engine.planner.units(row, "full") == {
+        at: unit for at, unit in engine.planner.units(other, "full").items() if at < 2
+    }
+    assert engine.planner.units(row, "state") != engine.planner.units(other, "state")
+
+
+def test_without_a_snapshot_a_hybrid_prefix_is_not_found() -> None:
+    engine = Engine(LAYOUTS["hybrid"], 1 << 16)
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    row, _ = some(engine.begin(tokens, 30))
+    assert engine.planner.publish(row, tokens[:8]) == 8
+    other, found = some(engine.begin(tokens, 30))
+    assert found == 0
+    with pytest.raises(ArgumentError, match="a snapshot is of all of them, not of 8"):
+        engine.planner.publish(row, tokens[:8], snapshot=True)
+    # The first has published the same tokens: the other goes on with its units.
+    assert engine.planner.publish(other, tokens[:8]) == 8
+    assert [*engine.planner.units(other, "full").values()][:2] == [
+        *engine.planner.units(row, "full").values()
+    ][:2]
+    engine.check(other, 9)
+    engine.verify()
+
+
+def test_the_block_table_shows_units_that_a_publication_replaced() -> None:
+    engine = Engine(LAYOUTS["windows"], 1 << 16)
+    tokens = [5, 6, 7, 8, 9]
+    one, other = (some(engine.begin(tokens, 30))[0] for _ in range(2))
+    for row in (one, other):
+        assert engine.publish(row) == 4
+    plan = some(engine.planner.decode([one, other], [6, 6]))
+    table, indices = some(plan.group("full").block_table), some(plan.group("full").kv_indices)
+    assert table[0, 0] == table[1, 0] == indices[0] == indices[2]
+    assert table[0, 1] != table[1, 1]
+
+
+def test_a_lease_is_for_one_request_and_ends_with_it() -> None:
+    engine = Engine(LAYOUTS["windows"], 1 << 16)
+    planner, cache = engine.planner, engine.cache
+    one, other = some(planner.alloc(2))
+    lease = cache.match([1, 2, 3, 4, 5])
+    assert planner.extend([one], [0], [5], prefixes=[lease]) is not None
+    # Its own lease again changes nothing.
+    assert planner.extend([one], [5], [6], prefixes=[lease]) is not None
+    with pytest.raises(StateError, match="another request's"):
+        planner.extend([other], [0], [5], prefixes=[lease])
+    with pytest.raises(StateError, match="publishes through its planner"):
+        lease.publish([1, 2, 3, 4], {})
+    lease.release()
+    assert planner.publish(one, [1, 2, 3, 4]) == 4
+    assert lease.length == 4
+    assert cache.stats()["locked"] == 4
+    planner.finish([one])
+    assert cache.stats()["locked"] == 0
+    with pytest.raises(StaleError, match="it was released"):
+        len_of(lease)
+
+
+def test_a_lease_of_a_request_that_is_not_planned_is_free_again() -> None:
+    engine = Engine(LAYOUTS["full"], 1700)
+    planner = engine.planner
+    one, other = some(planner.alloc(2))
+    lease = engine.cache.match([1, 2, 3])
+    assert planner.extend([one], [0], [64], prefixes=[None]) is not None
+    assert planner.extend([other], [0], [64], prefixes=[lease]) is None
+    with pytest.raises(ArgumentError, match="has a lease of 0 tokens; it cannot grow from 4 to 5"):
+        planner.extend([other], [4], [5], prefixes=[lease])
+    planner.finish([one])
+    assert planner.extend([other], [0], [4], prefixes=[lease]) is not None
+
+
+MISUSE: dict[str, tuple[type[Exception], str, Callable[[Engine, ArenaLease], object]]] = {
+    "has tokens": (
+        ArgumentError,
+        "has 5 tokens with units; only a new one begins with a lease",
+        lambda e, lease: e.planner.extend([1], [5], [6], prefixes=[lease]),
+    ),
+    "too few": (
+        ArgumentError,
+        "2 rows and 1 prefixes",
+        lambda e, lease: e.planner.extend([1, 2], [5, 0], [6, 1], prefixes=[lease]),
+    ),
+    "no lease": (
+        TypeError,
+        "an entry of prefixes must be an ArenaLease or None, not",
+        lambda e, _: e.planner.extend([2], [0], [1], prefixes=[3]),  # type: ignore[list-item]
+    ),
+    "no sequence": (
+        TypeError,
+        "prefixes must be a sequence with one entry for each request, not",
+        lambda e, lease: e.planner.extend([2], [0], [1], prefixes=lease),  # type: ignore[arg-type]
+    ),
+    "another arena": (
+        ArgumentError,
+        "of another arena",
+        lambda e, _: e.planner.extend(
+            [2], [0], [1], prefixes=[Engine(LAYOUTS["full"], 1 << 16).cache.match([1])]
+        ),
+    ),
+    "publish without a lease": (StateError, "row 2 has no lease", lambda e, _: e.planner.publish(2, [])),
+    "publish more": (
+        ArgumentError,
+        "has 5 tokens with units; it cannot publish 8",
+        lambda e, _: e.planner.publish(1, range(8)),
+    ),
+    "publish parts of pages": (
+        ArgumentError,
+        "page",
+        lambda e, _: e.planner.publish(1, [1, 2, 3, 4, 5], snapshot=True),
+    ),
+    "publish other rows": (IndexOwnershipError, "is not allocated", lambda e, _: e.planner.publish(3, [1])),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_changes_nothing(name: str) -> None:
+    engine = Engine(LAYOUTS["hybrid"], 1 << 16)
+    row, _ = some(engine.begin([1, 2, 3, 4, 5], 30))
+    engine.planner.alloc()
+    lease = engine.cache.match([1, 2, 3, 4, 5])
+    before = [engine.planner.units(row, group.name) for group in engine.groups], engine.arena.stats()
+    error, message, call = MISUSE[name]
+    with pytest.raises(error, match=message):
+        call(engine, lease)
+    assert (
+        [engine.planner.units(row, group.name) for group in engine.groups],
+        engine.arena.stats(),
+    ) == before
+    engine.check(row, 5)
+    engine.verify()
+    engine.finish(row)
+    lease.release()
+    assert engine.arena.group_stats("full")["in_use"] == 0
+
+
+def test_a_clear_of_the_arena_ends_leases() -> None:
+    engine = Engine(LAYOUTS["hybrid"], 1 << 16)
+    row, _ = some(engine.begin([1, 2, 3, 4], 30))
+    engine.publish(row)
+    lease = engine.cache.match([1, 2, 3, 4])
+    engine.arena.clear()
+    with pytest.raises(StaleError, match="ended when the arena was cleared"):
+        engine.planner.publish(row, [1, 2, 3, 4])
+    with pytest.raises(StaleError, match="the arena was cleared"):
+        engine.planner.extend([row], [4], [5], prefixes=[lease])
+    again = engine.cache.match([1, 2, 3, 4])
+    assert len_of(again) == 0
+    assert engine.planner.extend([row], [0], [4], prefixes=[again]) is not None
+    assert engine.planner.publish(row, [1, 2, 3, 4]) == 4
+    engine.verify()
+
+
+def test_threads_share_a_cache() -> None:
+    engine = Engine(LAYOUTS["hybrid"], 1 << 14, 8)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        choose = random.Random(seed)  # noqa: S311 - of a test
+        try:
+            for _ in range(60):
+                tokens = [choose.randrange(2) for _ in range(17)]
+                taken = engine.planner.alloc()
+                if taken is None:
+                    continue
+                lease = engine.cache.match(tokens, max_tokens=16)
+                found = len_of(lease)
+                if engine.planner.extend(taken, [found], [16], prefixes=[lease]) is not None:
+                    assert engine.planner.publish(taken[0], tokens[:16], snapshot=True) == 16
+                engine.planner.finish(taken)
+                lease.release()
+        except BaseException as failure:  # noqa: BLE001 - of any thread
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    engine.verify()
+    assert engine.cache.stats()["locked"] == 0
+    engine.cache.clear()
+    assert engine.arena.stats()["available"] == engine.arena.stats()["capacity"]
+
+
+def test_units_are_copied_by_the_arena() -> None:
+    arena = CacheArena(LAYOUTS["hybrid"], 1 << 16, devices.current())
+    units = some(arena.alloc({"full": 3, "state": 2}))
+    k, recurrent = arena.buffer("full", "k", 3), arena.buffer("state", "recurrent", 4)
+    k[units["full"]] = torch.arange(3, dtype=torch.float32, device=k.device).view(3, 1, 1)
+    arena.copy("full", units["full"][:2], units["full"][1:])
+    assert k[units["full"]][:, 0, 0].tolist() == [1, 2, 2]
+    state = units["state"]
+    recurrent[state[0]] = 5.0
+    arena.copy("state", state[1:], state[:1])
+    assert recurrent[state[1]].tolist() == recurrent[state[0]].tolist()
+    with pytest.raises(ArgumentError, match="1 destinations and 2 sources"):
+        arena.copy("full", units["full"][:1], units["full"][:2])
+    with pytest.raises(IndexOwnershipError, match="not allocated"):
+        arena.copy("full", [units["full"][-1] + 1], units["full"][:1])
+    with pytest.raises(IndexError, match="1000000"):
+        arena.copy("full", units["full"][:1], [1_000_000])
+    with pytest.raises(ArgumentError, match="no group"):
+        arena.copy("other", [], [])
