@@ -3245,7 +3245,7 @@ class CacheArena(Pool):
             IndexOwnershipError: If the arena is strict and a number is not in use, or named twice. Nothing is changed.
         """
     def clear(self) -> None:
-        """Frees all units of all groups."""
+        """Frees all units of all groups, those of prefix caches and planners too: their leases end."""
     def buffer(self, group: str, plane: str, layer: SupportsIndex) -> torch.Tensor:
         """Returns a plane of a layer as one tensor over the arena, without a copy.
 
