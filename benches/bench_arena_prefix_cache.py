@@ -94,7 +94,8 @@ def publish(side: Units | Slots, prefix: int) -> Case:
     """Publishes chunks of a request, one after another, behind a cached prefix, with units that it has."""
     begin: NDArray[np.int32] = tokens_of(prefix)
     side.insert(torch.from_numpy(begin))
-    number, steps = itertools.count(1), []
+    number = itertools.count(1)
+    steps: list[tuple[Any, torch.Tensor, Any]] = []
 
     def prepare() -> None:
         new = tokens_of(CHUNK * CHUNKS, seed=next(number))

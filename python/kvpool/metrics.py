@@ -39,7 +39,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvpool._endpoints import endpoints
-from kvpool._kvpool import FileStore, HostTier, PrefixCache
+from kvpool._kvpool import ArenaPrefixCache, FileStore, HostTier, PrefixCache
 from kvpool._trees import trees
 from kvpool.errors import KvPoolError
 from kvpool.observe.registry import pools
@@ -121,6 +121,8 @@ _CACHES: _Table = {
     "duplicates": _counter("kvpool_prefix_duplicate_tokens", "Tokens that others had published in between"),
     "evicted": _counter("kvpool_prefix_evicted_tokens", "Tokens evicted"),
     "loaded": _counter("kvpool_prefix_loaded_tokens", "Tokens that came back from the tier below"),
+    "units": _gauge("kvpool_prefix_units", "Cached units of an arena"),
+    "evicted_units": _counter("kvpool_prefix_evicted_units", "Units of an arena that were evicted"),
 }
 _TIERS: _Table = {
     **_MEMORY,
@@ -175,7 +177,7 @@ _TREES: _Table = {
         "kvpool_sglang_prefix_second_owners", "How often a cached slot was found to have a second owner"
     ),
 }
-_BY_CLASS: Mapping[type[Pool], _Table] = {PrefixCache: _CACHES, HostTier: _TIERS}
+_BY_CLASS: Mapping[type[Pool], _Table] = {PrefixCache: _CACHES, ArenaPrefixCache: _CACHES, HostTier: _TIERS}
 
 
 class _Histogram(NamedTuple):

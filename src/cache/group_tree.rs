@@ -30,7 +30,7 @@ use crate::layout::{CacheLayout, Group, GroupKind, PrefixUnits};
 
 use super::tree::{Hold, ResumeAt, Tree, TreePosition, TreeStats};
 use super::{BlockTokens, CacheEvent, Cause, Digest, Namespace, PolicyKind, Tokens};
-use blocks::{Blocks, Presence};
+use blocks::Blocks;
 
 pub use contents::CachedPage;
 pub use evict::{Relief, UnitsToFree};
@@ -395,14 +395,4 @@ fn least_common_multiple(one: usize, other: usize) -> usize {
         (a, b) = (b, a % b);
     }
     one / a * other
-}
-
-impl Presence {
-    /// Returns the number of the unit.
-    const fn number(self) -> Option<u32> {
-        match self {
-            Self::There(unit) => Some(unit),
-            Self::Absent | Self::Evicted => None,
-        }
-    }
 }

@@ -437,6 +437,22 @@ def test_what_nothing_needs_goes_first() -> None:
     cache.verify()
 
 
+def test_a_lease_keeps_no_more_than_its_request_needs() -> None:
+    cache = make(full(), window(9), arena_bytes=1 << 14)
+    prompt = list(range(32))
+    compute(cache, prompt[:16])
+    compute(cache, prompt)
+    lease = cache.match(prompt)
+    assert cache.group_stats("window") == {"units": 4, "tokens": 16, "unneeded": 0, "evicted": 0}
+    assert cache.cached_len(prompt[:16]) == 16
+    while cache.arena.alloc({"window": 1}):
+        pass
+    assert cache.group_stats("window")["units"] == 2, "others went on at 16"
+    assert (cache.cached_len(prompt[:16]), cache.cached_len(prompt)) == (0, 32)
+    assert None not in lease.units("window").units
+    cache.verify()
+
+
 def test_leaves_go_in_the_order_of_the_policy() -> None:
     cache = make(full(), arena_bytes=1 << 12)
     arena = cache.arena

@@ -135,7 +135,7 @@ fn units_of_an_arena_have_one_owner() {
 
 #[test]
 fn a_prefix_of_an_arena_is_evicted_or_leased() {
-    try_all(None, || {
+    try_all_calls(None, || {
         let plane = Plane::new("k", DType::U8, &[64]).unwrap();
         let full = Group::new("full", GroupKind::Full, &[0], vec![plane]).unwrap();
         let config = CacheArenaConfig {
@@ -158,7 +158,7 @@ fn a_prefix_of_an_arena_is_evicted_or_leased() {
         // One wants the unit that the other finds.
         let taker = {
             let arena = Arc::clone(&arena);
-            thread::spawn(move || arena.alloc(&[1]).unwrap())
+            spawn(move || arena.alloc(&[1]).unwrap())
         };
         let lease = cache.match_prefix(&Namespace::Unnamed, &tokens, 1).unwrap();
         let taken = taker.join().unwrap();

@@ -22,6 +22,16 @@ pub(super) enum Presence {
     Absent,
 }
 
+impl Presence {
+    /// Returns the number of the unit.
+    const fn number(self) -> Option<u32> {
+        match self {
+            Self::There(unit) => Some(unit),
+            Self::Absent | Self::Evicted => None,
+        }
+    }
+}
+
 /// What a group has in blocks.
 #[derive(Debug)]
 struct Column {

@@ -49,11 +49,26 @@ impl PublicationPlan {
 }
 
 impl GroupTree {
-    /// Checks a publication of a request with this hold, and finds what is cached already. Changes nothing.
+    /// Checks that tokens begin with those of a hold. Costs a comparison of all of them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if they do not; the error of tokens that cannot be
+    /// read.
+    pub fn check_prefix(&self, hold: &GroupHold, tokens: &dyn Tokens) -> Result<()> {
+        match self.tree.difference(&hold.hold, tokens)? {
+            None => Ok(()),
+            Some(position) => Err(Error::argument(format!(
+                "the tokens published differ from those of the lease at position {position}"
+            ))),
+        }
+    }
+
+    /// Checks a publication of a request with this hold, and finds what is cached already. Changes nothing. The tokens
+    /// begin with those of the hold: see [`Self::check_prefix`].
     ///
     /// # Errors
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for tokens that do not fill pages, are fewer than
-    /// those of the hold, differ from them, or are no token ids; for a number of units that is not that of the tokens;
+    /// those of the hold, or are no token ids; for a number of units that is not that of the tokens;
     /// for a unit that is missing although a prefix has it always, or the end of a snapshot needs it; and for
     /// snapshots of some states and not of others. Also the error of tokens that cannot be read.
     pub fn plan(&self, hold: &GroupHold, publication: &GroupPublication<'_>) -> Result<PublicationPlan> {
@@ -64,11 +79,6 @@ impl GroupTree {
                 "{len} tokens were published by a lease of {begin}; they must be whole pages of {}, from the first \
                  token on",
                 self.page_size
-            )));
-        }
-        if let Some(position) = self.tree.difference(&hold.hold, tokens)? {
-            return Err(Error::argument(format!(
-                "the tokens published differ from those of the lease at position {position}"
             )));
         }
         let rest = Rest { tokens, begin };

@@ -140,7 +140,7 @@ impl ArenaLease {
     }
 
     /// Works like [`Self::publish`], with units of [`Slabs::alloc_held`](crate::index::Slabs::alloc_held), which the
-    /// caller gives up. A unit that is the cache's own for these tokens may be among them. The caller holds no lock
+    /// caller gives up. That the tokens begin with those of the lease is not checked. A unit that is the cache's own for these tokens may be among them. The caller holds no lock
     /// that comes later than that of a lease.
     ///
     /// # Errors
@@ -161,7 +161,10 @@ impl ArenaLease {
     ) -> Result<ArenaPublished> {
         let arena = &self.core.arena;
         self.with(|cache, hold| {
-            let plan = cache.groups.plan(hold, &GroupPublication { tokens, units })?;
+            let mut plan = cache.groups.plan(hold, &GroupPublication { tokens, units })?;
+            if owner == Owner::User {
+                cache.groups.check_prefix(hold, tokens)?;
+            }
             let handed_over = arena.in_epoch(self.epoch, |slabs| {
                 if owner == Owner::User {
                     let given: Vec<Vec<u32>> =
@@ -177,7 +180,6 @@ impl ArenaLease {
             handed_over.ok_or_else(cleared_error)??;
             cache.counts.published += plan.fresh();
             cache.counts.duplicates += plan.duplicate_tokens;
-            let mut plan = plan;
             let (duplicates, units) = (plan.duplicate_tokens, std::mem::take(&mut plan.units));
             cache.groups.publish(hold, plan);
             Ok(ArenaPublished { length: hold.len(), duplicates, units })
