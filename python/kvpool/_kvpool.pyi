@@ -3567,7 +3567,7 @@ class ArenaPlanner:
     group of states, from its first `extend` on; states are not zeroed.
 
     `extend` and `decode` first free the units that no new token sees: those behind the window, or of earlier chunks, of the
-    first new token. Sinks stay. These units may be handed out by the same step: what reads them must have been enqueued
+    first new token, or of the last whole page if the request publishes to a prefix cache. Sinks stay. These units may be handed out by the same step: what reads them must have been enqueued
     before, on the stream of the step or one that the stream waits for. Then they take units of all groups, or return
     `None` and take none.
 

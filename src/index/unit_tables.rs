@@ -286,6 +286,8 @@ struct UnitRequest {
     len: u32,
     /// Leading tokens that a cache keeps.
     leased: u32,
+    /// Whether the request publishes to a cache.
+    publishes: bool,
     /// The last batch with this request.
     batch: u64,
     /// Tokens that ended when the arena was cleared; 0 if the request grew again.
@@ -304,7 +306,7 @@ struct UnitRequest {
 /// let k = vec![Plane::new("k", DType::U8, &[8]).unwrap()];
 /// let window = Group::new("window", GroupKind::Window { tokens: 4, sinks: 0 }, &[0], k).unwrap();
 /// let mut slabs = Slabs::new(9, &[SlabUnits { units: 1, numbers: 1, floor: 0 }]).unwrap();
-/// let mut tables = UnitTables::new(2, vec![UnitRule::new(&window, 4, 64, 1).unwrap()]).unwrap();
+/// let mut tables = UnitTables::new(2, 4, vec![UnitRule::new(&window, 4, 64, 1).unwrap()]).unwrap();
 /// let row = RequestRow::new(1);
 /// let grow = |tables: &mut UnitTables, slabs: &mut Slabs, had, seq| {
 ///     tables.grow(&[UnitGrowth { row, had, prefix: had, seq }], slabs).unwrap().unwrap();
@@ -317,6 +319,8 @@ struct UnitRequest {
 /// ```
 #[derive(Clone)]
 pub struct UnitTables {
+    /// Tokens of a page: a cache keeps whole ones.
+    page: PageSize,
     groups: Vec<UnitTable>,
     requests: Vec<UnitRequest>,
     batches: u64,
@@ -346,18 +350,19 @@ pub struct AdoptedUnits {
 pub type MissingUnits = Vec<usize>;
 
 impl UnitTables {
-    /// Creates requests without tokens, in `rows` rows, with a rule for each group.
+    /// Creates requests without tokens, in `rows` rows, with a rule for each group and pages of `page_size` tokens.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the tables.
-    pub fn new(rows: usize, rules: Vec<UnitRule>) -> Result<Self> {
+    pub fn new(rows: usize, page_size: usize, rules: Vec<UnitRule>) -> Result<Self> {
         let mut groups = try_with_capacity(rules.len())?;
         for rule in rules {
             let units = try_zeros(rows * widen(rule.width))?;
             let (kept, leased) = (try_zeros(rows)?, try_zeros(rows)?);
             groups.push(UnitTable { rule, units, kept, leased, changed: try_zeros(rows)? });
         }
-        Ok(Self { groups, requests: try_zeros(rows)?, batches: 0, freed: Vec::new() })
+        let page = PageSize::new(narrow(page_size));
+        Ok(Self { page, groups, requests: try_zeros(rows)?, batches: 0, freed: Vec::new() })
     }
 
     /// Returns the number of groups.
@@ -495,7 +500,8 @@ impl UnitTables {
             let at = widen(row.number());
             (table.kept[at], table.leased[at], table.changed[at]) = (cached.kept, cached.kept.end, 0);
         }
-        self.requests[widen(row.number())].leased = prefix;
+        let request = &mut self.requests[widen(row.number())];
+        (request.leased, request.publishes) = (prefix, true);
     }
 
     /// Drops the cached units of a request without tokens.
@@ -504,7 +510,8 @@ impl UnitTables {
             let at = widen(row.number());
             (kept[at], leased[at], changed[at]) = (KeptUnits::default(), 0, 0);
         }
-        self.requests[widen(row.number())].leased = 0;
+        let request = &mut self.requests[widen(row.number())];
+        (request.leased, request.publishes) = (0, false);
     }
 
     /// Returns the leading tokens that a cache keeps for a request.
@@ -551,11 +558,12 @@ impl UnitTables {
     }
 
     /// Puts the units of a cache, by group and position from the unit of token `from` on, in the place of those that were
-    /// handed over. Returns the first positions that changed, by group.
+    /// handed over up to token `to`. The cache keeps for the request what the token behind these sees, so the request
+    /// drops what is behind the window of that one. Returns the first positions that changed, by group.
     pub fn replace_leased(
         &mut self,
         row: RequestRow,
-        from: u32,
+        [from, to]: [u32; 2],
         units: &[Vec<Option<u32>>],
     ) -> Vec<Option<u32>> {
         let replace = |(table, units): (&mut UnitTable, &Vec<Option<u32>>)| {
@@ -572,7 +580,9 @@ impl UnitTables {
                     changed = changed.or(Some(position));
                 }
             }
-            let at = widen(row.number());
+            let (at, seen_from) = (widen(row.number()), table.rule.first(to));
+            let kept = &mut table.kept[at];
+            kept.first = kept.first.max(seen_from.min(kept.end));
             table.changed[at] = changed.map_or(table.changed[at], |changed| changed.min(table.changed[at]));
             changed
         };
@@ -580,7 +590,7 @@ impl UnitTables {
     }
 
     /// Frees the units behind the windows and chunks of a batch, then takes the units for its new tokens: of all groups
-    /// and requests, or none. Returns what would have been needed otherwise; what was freed stays free.
+    /// and requests, or none. A request that publishes keeps what the token behind its last whole page sees. Returns what would have been needed otherwise; what was freed stays free.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host cannot list the units; nothing is taken.
@@ -594,7 +604,10 @@ impl UnitTables {
             self.freed.clear();
             let mut count = 0;
             for &UnitGrowth { row, prefix, seq, .. } in batch {
-                table.trim(row, prefix, &mut self.freed);
+                // Others go on behind whole pages: what the first of them sees can still be published.
+                let is_kept = self.requests[widen(row.number())].publishes;
+                let seen_from = if is_kept { prefix - self.page.offset(prefix) } else { prefix };
+                table.trim(row, seen_from, &mut self.freed);
                 // Full groups trim nothing, and most steps need no unit.
                 count += table.rule.end(seq).saturating_sub(table.kept[widen(row.number())].end);
             }
@@ -642,7 +655,7 @@ impl UnitTables {
         let request = &mut self.requests[widen(row.number())];
         request.len = tokens;
         if tokens == 0 {
-            (request.leased, request.cleared) = (0, 0);
+            (request.leased, request.publishes, request.cleared) = (0, false, 0);
         }
     }
 

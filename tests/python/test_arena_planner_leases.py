@@ -333,6 +333,31 @@ def test_misuse_changes_nothing(name: str) -> None:
     assert engine.arena.group_stats("full")["in_use"] == 0
 
 
+def test_a_window_can_be_published_up_to_the_last_whole_page() -> None:
+    layout = CacheLayout([Group("window", "window", [1], K, tokens=5)], page_size=PAGE)
+    engine = Engine(layout, 1 << 14)
+    tokens = [*range(11)]
+    row, _ = some(engine.begin(tokens, 30))
+    engine.grow([row], [[11]])
+    # The token at position 11 sees 7 to 11, the one behind page 1 also 4.
+    assert [*engine.planner.units(row, "window")] == [1, 2]
+    assert engine.publish(row) == 12
+    assert len_of(engine.cache.match([*range(12)])) == 12
+
+
+def test_other_tokens_than_those_of_the_lease_are_not_published() -> None:
+    engine = Engine(LAYOUTS["windows"], 1 << 16)
+    row, _ = some(engine.begin([*range(9)], 30))
+    assert engine.planner.publish(row, [0, 1, 2, 3]) == 4
+    before = [engine.planner.units(row, group.name) for group in engine.groups]
+    with pytest.raises(ArgumentError, match="differ from those of the lease at position 1"):
+        engine.planner.publish(row, [0, 9, 2, 3, 4, 5, 6, 7])
+    assert [engine.planner.units(row, group.name) for group in engine.groups] == before
+    assert engine.publish(row) == 8
+    engine.check(row, 9)
+    engine.verify()
+
+
 def test_a_clear_of_the_arena_ends_leases() -> None:
     engine = Engine(LAYOUTS["hybrid"], 1 << 16)
     row, _ = some(engine.begin([1, 2, 3, 4], 30))

@@ -18,7 +18,9 @@ pub(super) struct HandedOver {
     epoch: Epoch,
     pub(super) lease: Arc<ArenaLease>,
     /// The leased tokens before.
-    pub(super) leased: u32,
+    leased: u32,
+    /// The leased tokens afterwards.
+    tokens: u32,
     /// The units by group.
     pub(super) units: Vec<Vec<Option<u32>>>,
     /// The numbers of the request's state, by group.
@@ -101,9 +103,10 @@ impl PlannerState {
             let line = self.tables.line(group, row).iter().map(|&unit| i64::from(unit));
             states.push(if is_wanted { line.collect() } else { Vec::new() });
         }
-        let units = self.tables.hand_over(row, narrow(tokens))?;
+        let tokens = narrow(tokens);
+        let units = self.tables.hand_over(row, tokens)?;
         let (generation, epoch) = (self.rows.generation(row), self.epoch);
-        Ok(Ok(HandedOver { row, generation, epoch, lease, leased, units, states }))
+        Ok(Ok(HandedOver { row, generation, epoch, lease, leased, tokens, units, states }))
     }
 
     /// Returns whether the request that gave units up is still there.
@@ -118,7 +121,7 @@ impl PlannerState {
         if !self.is_there(handed) {
             return;
         }
-        let changed = self.tables.replace_leased(handed.row, handed.leased, units);
+        let changed = self.tables.replace_leased(handed.row, [handed.leased, handed.tokens], units);
         for (lines, changed) in self.arrays.lines.iter_mut().zip(&changed) {
             if let (Some(lines), Some(changed)) = (lines, changed) {
                 lines.table.truncate(handed.row, widen(*changed));

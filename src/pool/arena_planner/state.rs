@@ -65,7 +65,7 @@ impl PlannerState {
         let rules = layout.groups().iter().enumerate().map(|(group, declared)| {
             UnitRule::new(declared, layout.page_size(), most, arena.numbers_of_unit(group))
         });
-        let tables = UnitTables::new(widen(rows), rules.collect::<Result<_>>()?)?;
+        let tables = UnitTables::new(widen(rows), layout.page_size(), rules.collect::<Result<_>>()?)?;
         let on_device = backend.device() != Device::Cpu;
         let places = ArrayLayout::new(&config, &tables, widen(rows), on_device)?;
         let memory = RegionWriter::new(Region::new(Arc::clone(backend), places.bytes)?);

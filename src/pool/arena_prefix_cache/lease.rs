@@ -140,7 +140,7 @@ impl ArenaLease {
     }
 
     /// Works like [`Self::publish`], with units of [`Slabs::alloc_held`](crate::index::Slabs::alloc_held), which the
-    /// caller gives up. That the tokens begin with those of the lease is not checked. A unit that is the cache's own for these tokens may be among them. The caller holds no lock
+    /// caller gives up. A unit that is the cache's own for these tokens may be among them. The caller holds no lock
     /// that comes later than that of a lease.
     ///
     /// # Errors
@@ -162,9 +162,7 @@ impl ArenaLease {
         let arena = &self.core.arena;
         self.with(|cache, hold| {
             let mut plan = cache.groups.plan(hold, &GroupPublication { tokens, units })?;
-            if owner == Owner::User {
-                cache.groups.check_prefix(hold, tokens)?;
-            }
+            cache.groups.check_prefix(hold, tokens)?;
             let handed_over = arena.in_epoch(self.epoch, |slabs| {
                 if owner == Owner::User {
                     let given: Vec<Vec<u32>> =
