@@ -12,7 +12,7 @@ use crate::base::{
     ChunkId, DType, Device, Dims, Error, Id, Result, bytes_of, try_collect, try_with_capacity, widen,
 };
 use crate::layout::{PieceLayout, PlaneRuns};
-use crate::memory::{BorrowedTensor, Region, Stream};
+use crate::memory::{BorrowedTensor, Fingerprint, Region, Stream};
 
 use super::row_copy::{AHEAD, RowCopy};
 use super::rows::{LayerRows, RowBuffer};
@@ -269,6 +269,12 @@ impl Pieces {
     pub(crate) fn piece(&self, piece: u32) -> Range<usize> {
         debug_assert!(widen(piece) < self.count);
         self.layout.range(self.stride, widen(piece), &(0..self.layout.layers()))
+    }
+
+    /// Returns the fingerprint of a piece, which must exist. The caller excludes copies to it.
+    pub(crate) fn fingerprint(&self, piece: u32, seed: u64) -> Fingerprint {
+        let found = Fingerprint::of(&self.region, self.piece(piece), seed);
+        found.expect("pieces lie in a region of host memory")
     }
 
     fn check_layers(&self, layers: &Range<usize>) -> Result<()> {

@@ -254,8 +254,9 @@ impl Lease {
     fn load(&self, py: Python<'_>, limit: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Load>> {
         let limit = limit.map_or(Ok(usize::MAX), |limit| args::count("limit", limit))?;
         let _acting = self.cache.get().begin(py)?;
-        let load = self.lease.load(limit, self.stream(py)?)?;
-        Ok(load.map(|load| Load { load, device: self.cache.get().device }))
+        let load = self.lease.load(limit, self.stream(py)?);
+        self.cache.get().log_notes_below(py);
+        Ok(load?.map(|load| Load { load, device: self.cache.get().device }))
     }
 
     /// Copies the state at the end of the prefix to a working slot of the cache's states, or resets that for a
