@@ -271,10 +271,14 @@ impl Pieces {
         self.layout.range(self.stride, widen(piece), &(0..self.layout.layers()))
     }
 
-    /// Returns the fingerprint of a piece, which must exist. The caller excludes copies to it.
-    pub(crate) fn fingerprint(&self, piece: u32, seed: u64) -> Fingerprint {
-        let found = Fingerprint::of(&self.region, self.piece(piece), seed);
-        found.expect("pieces lie in a region of host memory")
+    /// Returns the fingerprints of pieces, which must exist, each with its seed. The caller excludes copies to
+    /// them.
+    pub(crate) fn fingerprints(
+        &self,
+        seeded: impl ExactSizeIterator<Item = (ChunkId, u64)>,
+    ) -> Vec<Fingerprint> {
+        let ranges = seeded.map(|(piece, seed)| (self.piece(piece.number()), seed));
+        Fingerprint::of_each(&self.region, ranges).expect("pieces lie in a region of host memory")
     }
 
     fn check_layers(&self, layers: &Range<usize>) -> Result<()> {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::ptr::NonNull;
 
-use crate::base::{Device, Error, Result, widen};
+use crate::base::{Device, Error, Result, prefetch_line, widen};
 
 use super::Region;
 
@@ -24,38 +24,108 @@ const LEAST_LINES: usize = 4;
 /// that has flipped between the lines is not seen. It protects from faults, not from people who make bytes with
 /// the same one.
 ///
-/// Reading takes about an access to memory for each line, several at a time.
+/// Lines come from memory while those before them are hashed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Fingerprint(u64);
 
+/// Lines that are on their way from memory while one is hashed.
+const AHEAD: usize = 16;
+
 impl Fingerprint {
-    /// Returns the fingerprint of bytes of `region`. The caller excludes code that writes them meanwhile.
+    /// Returns the fingerprints of ranges of bytes of `region`, each with its seed. The caller excludes code that
+    /// writes them meanwhile.
     ///
     /// # Errors
     /// [`ErrorKind::Index`](crate::base::ErrorKind::Index) when they are not within the region;
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for device memory.
-    pub(crate) fn of(region: &Region, bytes: Range<usize>, seed: u64) -> Result<Self> {
+    pub(crate) fn of_each(
+        region: &Region,
+        seeded: impl ExactSizeIterator<Item = (Range<usize>, u64)>,
+    ) -> Result<Vec<Self>> {
         if region.device() != Device::Cpu {
             let text = format!("memory of {} cannot be reached by the host", region.device());
             return Err(Error::argument(text));
         }
-        let (begin, len) = (region.at(bytes.start, bytes.len())?, bytes.len());
-        let lines = len.div_ceil(LINE);
-        let count = len.div_ceil(WINDOW).max(LEAST_LINES).min(lines);
-        let step = lines.checked_div(count).unwrap_or(0);
-        let mut hash = mixed(seed ^ SECRET, len as u64 ^ SECRET.rotate_left(32));
-        for number in 0..count {
-            let first = number * step;
-            let of = if number + 1 == count { lines - first } else { step };
-            let line = LINE * (first + chosen(seed, number, of));
-            // SAFETY: `Region::at` checked that the bytes lie in this region, which is live host memory, and the
-            // line begins within them.
-            let address = unsafe { begin.add(line) };
-            // SAFETY: as above, and it ends within them; the caller excludes races.
-            let words = unsafe { read_line(address, LINE.min(len - line)) };
-            hash = words.chunks_exact(2).fold(hash, |hash, pair| mixed(pair[0] ^ SECRET, pair[1] ^ hash));
+        let samples: Vec<Sample> =
+            seeded.map(|(bytes, seed)| Sample::new(region, &bytes, seed)).collect::<Result<_>>()?;
+        let mut next = samples.iter().flat_map(Sample::lines);
+        next.by_ref().take(AHEAD).for_each(|line| prefetch_line(line.address()));
+        let mut found = Vec::with_capacity(samples.len());
+        for sample in &samples {
+            let mut hash = mixed(sample.seed ^ SECRET, sample.bytes as u64 ^ SECRET.rotate_left(32));
+            for line in sample.lines() {
+                if let Some(next) = next.next() {
+                    prefetch_line(next.address());
+                }
+                // SAFETY: a sample has lines within a region of live host memory; the caller excludes races.
+                let words = unsafe { line.read() };
+                hash = words.chunks_exact(2).fold(hash, |hash, pair| mixed(pair[0] ^ SECRET, pair[1] ^ hash));
+            }
+            found.push(Self(hash));
         }
-        Ok(Self(hash))
+        Ok(found)
+    }
+}
+
+/// The lines of some bytes that their fingerprint depends on.
+struct Sample {
+    begin: NonNull<u8>,
+    bytes: usize,
+    seed: u64,
+    /// The number of lines that are read, and of lines of which one is read.
+    count: usize,
+    step: usize,
+}
+
+/// A line, or the part of one that belongs to some bytes.
+struct Line {
+    begin: NonNull<u8>,
+    offset: usize,
+    bytes: usize,
+}
+
+impl Sample {
+    fn new(region: &Region, range: &Range<usize>, seed: u64) -> Result<Self> {
+        let (begin, bytes) = (region.at(range.start, range.len())?, range.len());
+        let lines = bytes.div_ceil(LINE);
+        let count = bytes.div_ceil(WINDOW).max(LEAST_LINES).min(lines);
+        let step = lines.checked_div(count).unwrap_or(0);
+        Ok(Self { begin, bytes, seed, count, step })
+    }
+
+    fn lines(&self) -> impl Iterator<Item = Line> {
+        (0..self.count).map(|number| self.line(number))
+    }
+
+    fn line(&self, number: usize) -> Line {
+        let first = number * self.step;
+        let is_last = number + 1 == self.count;
+        let of = if is_last { self.bytes.div_ceil(LINE) - first } else { self.step };
+        let offset = LINE * (first + chosen(self.seed, number, of));
+        Line { begin: self.begin, offset, bytes: LINE.min(self.bytes - offset) }
+    }
+}
+
+impl Line {
+    const fn address(&self) -> *const u8 {
+        self.begin.as_ptr().wrapping_add(self.offset)
+    }
+
+    /// Returns the words of the line, and zeros after them.
+    ///
+    /// # Safety
+    /// The bytes are live host memory, and nothing writes them during the call.
+    unsafe fn read(&self) -> [u64; LINE / 8] {
+        let mut words = [0; LINE / 8];
+        let target: *mut u8 = words.as_mut_ptr().cast();
+        if self.bytes == LINE {
+            // SAFETY: guaranteed by the caller; the words are ours and as long.
+            unsafe { target.copy_from_nonoverlapping(self.address(), LINE) };
+        } else {
+            // SAFETY: as above; the words are longer.
+            unsafe { target.copy_from_nonoverlapping(self.address(), self.bytes) };
+        }
+        words
     }
 }
 
@@ -77,22 +147,6 @@ fn mixed(one: u64, other: u64) -> u64 {
     low ^ high.rotate_left(17)
 }
 
-/// Returns the words of a line that has `bytes` bytes, and zeros after them.
-///
-/// # Safety
-/// The bytes are live host memory, and nothing writes them during the call.
-unsafe fn read_line(address: NonNull<u8>, bytes: usize) -> [u64; LINE / 8] {
-    let mut words = [0; LINE / 8];
-    if bytes == LINE {
-        // SAFETY: guaranteed by the caller; any bytes are words.
-        return unsafe { address.cast::<[u64; LINE / 8]>().read_unaligned() };
-    }
-    let target: *mut u8 = words.as_mut_ptr().cast();
-    // SAFETY: guaranteed by the caller; a line is at most as long as the words, which are ours.
-    unsafe { target.copy_from_nonoverlapping(address.as_ptr(), bytes) };
-    words
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use std::sync::Arc;
@@ -108,7 +162,7 @@ mod tests {
     }
 
     fn of(region: &Region, bytes: Range<usize>, seed: u64) -> Fingerprint {
-        Fingerprint::of(region, bytes, seed).expect("it is host memory")
+        Fingerprint::of_each(region, std::iter::once((bytes, seed))).expect("it is host memory")[0]
     }
 
     #[test]
@@ -161,6 +215,6 @@ mod tests {
     #[test]
     fn bytes_outside_are_refused() {
         let region = counting(8, 0);
-        assert!(Fingerprint::of(&region, 32..65, 0).is_err());
+        assert!(Fingerprint::of_each(&region, std::iter::once((32..65, 0))).is_err());
     }
 }

@@ -184,14 +184,9 @@ impl<I: Id> Arrivals<I> {
 
 /// Takes the fingerprint of pieces of `keys` in `places`, to which nothing copies meanwhile.
 pub(super) fn fingerprints(pieces: &Pieces, keys: &[PageHash], places: &[ChunkId]) -> Vec<Fingerprint> {
-    let one = |(key, place): (&PageHash, &ChunkId)| fingerprint(pieces, key, *place);
-    keys.iter().zip(places).map(one).collect()
-}
-
-fn fingerprint(pieces: &Pieces, key: &PageHash, place: ChunkId) -> Fingerprint {
     // Keys are hashes already.
-    let seed = u64::from_le_bytes(*key.first_chunk().expect("a hash has 32 bytes"));
-    pieces.fingerprint(place.number(), seed)
+    let seed = |key: &PageHash| u64::from_le_bytes(*key.first_chunk().expect("a hash has 32 bytes"));
+    pieces.fingerprints(places.iter().copied().zip(keys.iter().map(seed)))
 }
 
 /// Returns a place of the device and a piece, for a copy between them.
@@ -536,17 +531,16 @@ impl Storage {
     fn fingerprints_of_arrivals<I>(&self, arrivals: &Arrivals<I>) -> Vec<Fingerprint> {
         let Arrivals { entries, keys, pieces, .. } = arrivals;
         let mut resident = self.resident();
-        let is_read: Vec<bool> = entries.iter().map(|&entry| resident.is_expected(entry)).collect();
-        let read: Vec<EntryId> =
-            entries.iter().zip(&is_read).filter(|(_, is_read)| **is_read).map(|(&entry, _)| entry).collect();
-        read.iter().for_each(|&entry| resident.begin_read(entry));
+        let read: Vec<usize> = (0..entries.len()).filter(|&at| resident.is_expected(entries[at])).collect();
+        read.iter().for_each(|&at| resident.begin_read(entries[at]));
         drop(resident);
-        let numbered = is_read.into_iter().zip(keys.iter().zip(pieces));
-        let found = numbered.map(|(is_read, (key, &place))| {
-            if is_read { fingerprint(&self.copied, key, place) } else { Fingerprint::default() }
-        });
-        let found = found.collect();
-        self.end_reads(&read);
+        let of_read = |at: &usize| (keys[*at], pieces[*at]);
+        let (keys, places): (Vec<_>, Vec<_>) = read.iter().map(of_read).unzip();
+        let mut found = vec![Fingerprint::default(); entries.len()];
+        for (&at, taken) in read.iter().zip(fingerprints(&self.copied, &keys, &places)) {
+            found[at] = taken;
+        }
+        self.end_reads(&read.iter().map(|&at| entries[at]).collect::<Vec<_>>());
         found
     }
 
