@@ -31,6 +31,7 @@ mod tokens;
 mod tree;
 
 pub use journal::{CacheEvent, Tier};
+pub(crate) use keys::hex;
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
 pub(crate) use node_arena::NodeArena;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Epoch, ForkGate};
-use crate::cache::{EntryId, Namespace, PageHash};
+use crate::cache::{EntryId, Namespace, PageHash, hex};
 use crate::layout::CacheLayout;
 use crate::memory::Region;
 
@@ -245,7 +245,7 @@ impl HostTier {
         let _gate = ForkGate::enter_on_own_thread();
         let mut notes = self.notes.lock();
         for key in keys {
-            let name = key.iter().fold(String::new(), |name, byte| format!("{name}{byte:02x}"));
+            let name = hex(key);
             let piece = match kind {
                 PieceKind::Page => format!("page {name}"),
                 PieceKind::State => format!("the state after page {name}"),

@@ -532,7 +532,9 @@ impl Storage {
         let Arrivals { entries, keys, pieces, .. } = arrivals;
         let mut resident = self.resident();
         let read: Vec<usize> = (0..entries.len()).filter(|&at| resident.is_expected(entries[at])).collect();
-        read.iter().for_each(|&at| resident.begin_read(entries[at]));
+        for &at in &read {
+            resident.begin_read(entries[at]);
+        }
         drop(resident);
         let of_read = |at: &usize| (keys[*at], pieces[*at]);
         let (keys, places): (Vec<_>, Vec<_>) = read.iter().map(of_read).unzip();
@@ -611,7 +613,9 @@ impl Storage {
         let mut resident = self.resident();
         let found = keys.iter().filter_map(|key| Some((*key, resident.find_complete(key)?)));
         let (keys, entries): (Vec<_>, Vec<_>) = found.unzip();
-        entries.iter().for_each(|&entry| resident.begin_read(entry));
+        for &entry in &entries {
+            resident.begin_read(entry);
+        }
         let places: Vec<_> = entries.iter().map(|&entry| resident.place(entry).index()).collect();
         let before = |place: &ChunkId| resident.shelf.fingerprints[widen(place.number())];
         let fingerprints = places.iter().map(before).collect();
