@@ -57,7 +57,7 @@ class Onlooker(kvpool.Store):
 def pieces(store: Onlooker | Memory, count: int, which: int = 0) -> Bytes:
     """The memory of the pages of a tier or, with 1, of its states: a row for each of `count`."""
     address, size = store.attached[which]
-    memory = np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
+    memory: Bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
     return memory.reshape(count, -1)
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_page_is_computed_again(
         scene.keep(PROMPT)
         scene.forget()
         stored = [event for event in scene.cache.events() if isinstance(event, kvpool.Stored)]
-        names = [page.hex() if isinstance(page, bytes) else page for page in stored[-1].pages]
+        names = [page.hex() for page in stored[-1].pages]
         damage(pages_of(scene, store), 3)
         lease = scene.cache.match(PROMPT)
         assert lease.loadable == 24, "nobody has looked at it"
