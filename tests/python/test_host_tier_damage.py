@@ -108,6 +108,7 @@ def loads_again(scene: Scene, length: int) -> None:
     scene.compute(lease, PROMPT, state=1 if scene.states is not None else None)
     scene.check(lease, PROMPT)
     lease.release()
+    scene.stored()
     scene.forget()
     # It came to the tier again, and is found there.
     lease = scene.cache.match(PROMPT)
