@@ -45,6 +45,10 @@ class Onlooker(kvpool.Store):
     def find(self, keys: Sequence[bytes]) -> Sequence[bool]:
         return [False] * len(keys)
 
+    def touch(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Says that it has them, so that nothing is put again, and compared for that, when it is used."""
+        return [True] * len(keys)
+
     def read(self, keys: Sequence[bytes], _addresses: Sequence[int], _sizes: Sequence[int]) -> Sequence[bool]:
         return [False] * len(keys)
 
@@ -128,6 +132,7 @@ def test_a_damaged_page_is_computed_again(
     with Onlooker() as store:
         scene = Scene(device, store=store, events=True)
         scene.keep(PROMPT)
+        scene.stored()
         scene.forget()
         stored = [event for event in scene.cache.events() if isinstance(event, kvpool.Stored)]
         names = [page.hex() for page in stored[-1].pages]
@@ -161,6 +166,7 @@ def test_a_damaged_state_ends_the_load_at_the_one_before(
         with scene.cache.match(PROMPT) as lease:
             scene.compute(lease, PROMPT[:8], state=1)
             scene.compute(lease, PROMPT, state=1)
+        scene.stored()
         scene.forget()
         states = states_of(scene, store)
         [last] = [at for at in range(len(states)) if (states[at, :4].view(np.float32) == sum(PROMPT)).all()]
@@ -247,6 +253,7 @@ def test_ranks_agree_without_what_is_damaged(device: str) -> None:
     with Onlooker() as store:
         scene = Scene(device, store=store)
         scene.keep(PROMPT)
+        scene.stored()
         scene.forget()
         pages = pages_of(scene, store)
         pages[4] = 0
