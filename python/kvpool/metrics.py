@@ -141,6 +141,9 @@ _TIERS: _Table = {
     "failed": _counter("kvpool_host_failed", "Pages and snapshots whose copy failed"),
     "fetched": _counter("kvpool_host_fetched", "Pages and snapshots that came from a store"),
     "unstored": _counter("kvpool_host_unstored", "Pages and snapshots that a store did not take"),
+    "damaged": _counter(
+        "kvpool_host_damaged", "Pages and snapshots given up, as host memory had damaged them"
+    ),
 }
 _STORES: _Table = {
     "pages": _gauge("kvpool_store_pages", "Pages in the store"),

@@ -406,6 +406,7 @@ class TierStats(PoolStats):
         fetched: Copied from a store.
         storing: On their way to a store, those that wait included.
         unstored: Not taken by a store.
+        damaged: Given up, because host memory had other bytes than those that came.
         page_locked: Places that are page-locked.
         staging_bytes: GPU memory through which copies come here.
     """
@@ -422,6 +423,7 @@ class TierStats(PoolStats):
     fetched: int
     storing: int
     unstored: int
+    damaged: int
     page_locked: int
     staging_bytes: int
 

@@ -51,4 +51,5 @@ pub use large::{set_large_table_hook, table_of};
 pub use life::{Life, LifeMark, LifeMarks};
 pub use own_thread::mark_own_thread;
 pub use prefetch::prefetch;
+pub(crate) use prefetch::prefetch_line;
 pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};

@@ -10,21 +10,23 @@ pub fn prefetch<T>(value: &T) {
     let begin = std::ptr::from_ref(value).cast::<u8>();
     let before = begin.addr() % LINE;
     for at in (0..before + size_of::<T>()).step_by(LINE) {
-        line(begin.wrapping_sub(before).wrapping_add(at));
+        prefetch_line(begin.wrapping_sub(before).wrapping_add(at));
     }
 }
 
+/// Prefetches the line at an address, which may be any.
 #[cfg(target_arch = "x86_64")]
 #[inline]
-fn line(address: *const u8) {
+pub(crate) fn prefetch_line(address: *const u8) {
     use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
     // SAFETY: a prefetch accesses no memory, at any address.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
 }
 
+/// Prefetches the line at an address, which may be any.
 #[cfg(target_arch = "aarch64")]
 #[inline]
-fn line(address: *const u8) {
+pub(crate) fn prefetch_line(address: *const u8) {
     // SAFETY: a prefetch accesses no memory, at any address.
     unsafe {
         std::arch::asm!(
@@ -35,6 +37,7 @@ fn line(address: *const u8) {
     }
 }
 
+/// Does nothing on this processor.
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 #[inline]
-const fn line(_address: *const u8) {}
+pub(crate) const fn prefetch_line(_address: *const u8) {}

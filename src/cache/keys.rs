@@ -10,6 +10,12 @@ use super::Namespace;
 /// and the page size takes the place of a key before the first page.
 pub type PageHash = [u8; 32];
 
+/// Returns a key in hexadecimal digits, for messages.
+pub(crate) fn hex(key: &PageHash) -> String {
+    let digit = |half: u8| char::from_digit(half.into(), 16).expect("it is below 16");
+    key.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
+}
+
 /// A hash function over the concatenation of its parts: BLAKE3 where other processes have to compute the same
 /// keys.
 pub type Digest = fn(&[&[u8]]) -> PageHash;

@@ -37,6 +37,7 @@ pub use group_tree::{
     PublicationPlan, Relief, UnitNumbers, UnitsToFree,
 };
 pub use journal::{CacheEvent, Tier};
+pub(crate) use keys::hex;
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
 pub(crate) use node_arena::NodeArena;

@@ -236,18 +236,37 @@ impl<P: Copy> Residency<P> {
         id
     }
 
-    /// Completes the copy of a page from the device.
-    pub fn arrive(&mut self, entry: EntryId) {
+    /// Returns whether a page whose copy from the device is in progress can be found: its place is not that of
+    /// another page.
+    #[must_use]
+    pub fn is_expected(&self, entry: EntryId) -> bool {
+        self.entry(entry).stage == Stage::Arriving
+    }
+
+    /// Completes the copy of a page from the device. Returns whether the page can be found.
+    pub fn arrive(&mut self, entry: EntryId) -> bool {
         let here = self.entry_mut(entry);
         here.is_copied = false;
         match here.stage {
             Stage::Arriving => {
                 here.stage = Stage::Ready;
                 self.ready += 1;
+                return true;
             }
             Stage::Departed => self.vacate_departed(entry),
             _ => (),
         }
+        false
+    }
+
+    /// Removes a page that somebody [reads](Self::begin_read). Returns whether it could be found.
+    pub fn give_up(&mut self, entry: EntryId) -> bool {
+        let is_there = self.entry(entry).is_there();
+        if is_there {
+            let place = self.remove(entry);
+            debug_assert!(place.is_none(), "a reader keeps the place");
+        }
+        is_there
     }
 
     /// Abandons the copy of a page from the device. Returns its key, if the page was there, and its place,

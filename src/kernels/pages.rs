@@ -12,7 +12,7 @@ use crate::base::{
     ChunkId, DType, Device, Dims, Error, Id, Result, bytes_of, try_collect, try_with_capacity, widen,
 };
 use crate::layout::{PieceLayout, PlaneRuns};
-use crate::memory::{BorrowedTensor, Region, Stream};
+use crate::memory::{BorrowedTensor, Fingerprint, Region, Stream};
 
 use super::row_copy::{AHEAD, RowCopy};
 use super::rows::{LayerRows, RowBuffer};
@@ -269,6 +269,16 @@ impl Pieces {
     pub(crate) fn piece(&self, piece: u32) -> Range<usize> {
         debug_assert!(widen(piece) < self.count);
         self.layout.range(self.stride, widen(piece), &(0..self.layout.layers()))
+    }
+
+    /// Returns the fingerprints of pieces, which must exist, each with its seed. The caller excludes copies to
+    /// them.
+    pub(crate) fn fingerprints(
+        &self,
+        seeded: impl ExactSizeIterator<Item = (ChunkId, u64)>,
+    ) -> Vec<Fingerprint> {
+        let ranges = seeded.map(|(piece, seed)| (self.piece(piece.number()), seed));
+        Fingerprint::of_each(&self.region, ranges).expect("pieces lie in a region of host memory")
     }
 
     fn check_layers(&self, layers: &Range<usize>) -> Result<()> {

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::sync::{Condvar, thread};
 use crate::base::{Error, ErrorKind, KeyMap, Result, check_memory, try_collect, try_collect_each};
-use crate::cache::{Digest, PageHash};
+use crate::cache::{Digest, PageHash, hex};
 use crate::memory::HostRows;
 use crate::transfer::{AlignedBytes, BLOCK, Disk, FileCaching, Folder};
 
@@ -717,6 +717,12 @@ impl StoreState {
         if self.noted.insert((what, cause.kind())) {
             self.notes.push(format!("the store in {name} cannot {what}: {cause}"));
         }
+    }
+
+    /// Counts a page whose bytes are not those that were put, and names it.
+    fn record_damage(&mut self, name: &str, key: &PageHash) {
+        self.counts.damaged += 1;
+        self.notes.push(format!("page {} of the store in {name} is damaged: it was removed", hex(key)));
     }
 
     /// Counts a failure of a disk that has no space for more pages, and keeps a message whenever that begins,

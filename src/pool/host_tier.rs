@@ -4,8 +4,8 @@ mod pieces;
 mod storage;
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
@@ -14,7 +14,7 @@ use crate::cache::{
     DevicePresence, LowerTierContents, Namespace, OfferedPages, OfferedPieces, PageHash, WritePolicy,
 };
 use crate::kernels::{PageCopy, PagePair, StagingArea};
-use crate::memory::{Backend, CopyDirection, Gpu, Stream};
+use crate::memory::{Backend, CopyDirection, Fingerprint, Gpu, Stream};
 use crate::transfer::{CopyQueue, EarlierCopy, Transfer};
 
 use super::contract::{Pool, Stats};
@@ -120,6 +120,8 @@ pub(super) struct TierCounts {
     waiting: usize,
     /// Pieces not taken by the store below.
     unstored: usize,
+    /// Pieces given up because their bytes were not those that came.
+    damaged: usize,
 }
 
 impl TierCounts {
@@ -129,10 +131,10 @@ impl TierCounts {
     }
 }
 
-/// Failed copies to a tier.
+/// Failed copies to a tier, and damage in it.
 #[derive(Debug, Default)]
 struct FailureNotes {
-    /// The message of the first failure of each kind, until it is taken.
+    /// The message of the first failure of each kind and of each damaged piece, until it is taken.
     texts: Vec<String>,
     /// The kinds of the failures so far.
     noted: Vec<ErrorKind>,
@@ -145,7 +147,15 @@ pub(super) struct Write {
     pub(super) transfer: Arc<Transfer>,
     pages: Arrivals<Page>,
     states: Arrivals<StateSlot>,
+    fingerprints: CopiedFingerprints,
 }
+
+/// The fingerprints of the pages and the states of a copy, as soon as the thread that copies them has taken
+/// them. A device has none.
+type CopiedFingerprints = Arc<OnceLock<[Vec<Fingerprint>; 2]>>;
+
+/// Work of the thread that copies, at the end of a copy.
+type AtEnd = Box<dyn FnOnce() + Send>;
 
 /// The outcome of [`HostTier::write`].
 pub(super) struct Begun {
@@ -153,7 +163,7 @@ pub(super) struct Begun {
     pub(super) write: Option<Write>,
     /// The pages that are copied, if events of them are wanted.
     pub(super) runs: Vec<OfferedPages>,
-    /// The keys of the pages that were evicted for them.
+    /// The keys of the pages that were evicted for them, or given up before.
     pub(super) evicted: Vec<PageHash>,
 }
 
@@ -327,7 +337,7 @@ impl HostTier {
     /// Returns the statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and
     /// `state_capacity`; and, with snapshots, the pieces `written`, `loaded`, `evicted`, `skipped` because no
     /// place was free, `failed`, `fetched` from a store, on their way to it (`storing`) and not accepted by it
-    /// (`unstored`); page-locked places (`page_locked`); `bytes`, and `staging_bytes` on the device.
+    /// (`unstored`), or given up because host memory has damaged them (`damaged`); page-locked places (`page_locked`); `bytes`, and `staging_bytes` on the device.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let counts = *self.counts.lock();
@@ -347,6 +357,7 @@ impl HostTier {
             ("fetched", counts.fetched),
             ("storing", counts.on_way_down()),
             ("unstored", counts.unstored),
+            ("damaged", counts.damaged),
             ("page_locked", self.storages().map(Storage::page_locked).sum()),
             ("bytes", self.mem_bytes()),
             ("staging_bytes", self.staging_bytes()),
@@ -444,14 +455,16 @@ impl HostTier {
             skipped: pages.skipped + states.skipped,
             ..TierCounts::default()
         };
-        let evicted = std::mem::take(&mut pages.evicted);
-        let mut copy = None;
+        let mut evicted = std::mem::take(&mut pages.given_up);
+        evicted.append(&mut pages.evicted);
+        let (mut copy, fingerprints) = (None, CopiedFingerprints::default());
         if !pages.is_empty() || !states.is_empty() {
             // The places of evicted pieces may still be read.
             let readers: Vec<_> = (self.pages.last_read_of(&pages).into_iter())
                 .chain(self.states.iter().filter_map(|storage| storage.last_read_of(&states)))
                 .collect();
-            match self.copy(PageCopy::Out, &pages.pairs(), &states.pairs(), after, readers) {
+            let at_end = self.fingerprinting(&pages, &states, &fingerprints);
+            match self.copy(PageCopy::Out, &pages.pairs(), &states.pairs(), after, readers, at_end) {
                 Ok(transfer) => {
                     self.pages.begin_copy(&pages, &transfer);
                     self.states.iter().for_each(|storage| storage.begin_copy(&states, &transfer));
@@ -469,14 +482,35 @@ impl HostTier {
         self.pages.end_begun(&mut pages);
         self.states.iter().for_each(|storage| storage.end_begun(&mut states));
         self.count(counts);
-        let write = copy.map(|transfer| Write { transfer, pages, states });
+        let write = copy.map(|transfer| Write { transfer, pages, states, fingerprints });
         Begun { write, runs, evicted }
+    }
+
+    /// Returns the work that takes the fingerprints of what a thread has copied; `None` for copies of a device,
+    /// whose end the host learns later.
+    fn fingerprinting(
+        &self,
+        pages: &Arrivals<Page>,
+        states: &Arrivals<StateSlot>,
+        taken: &CopiedFingerprints,
+    ) -> Option<AtEnd> {
+        if self.kv.gpu().is_some() {
+            return None;
+        }
+        let of_pages = self.pages.fingerprinting(pages);
+        let of_states = self.states.as_ref().map(|storage| storage.fingerprinting(states));
+        let taken = Arc::clone(taken);
+        Some(Box::new(move || {
+            let states = of_states.map_or_else(Vec::new, |take| take());
+            let _ = taken.set([of_pages(), states]);
+        }))
     }
 
     /// Ends a write that is complete.
     pub(super) fn complete(&self, write: &Write) {
-        self.pages.arrive(&write.pages);
-        self.states.iter().for_each(|storage| storage.arrive(&write.states));
+        let [pages, states] = [0, 1].map(|kind| write.fingerprints.get().map(|taken| &*taken[kind]));
+        self.pages.arrive(&write.pages, pages);
+        self.states.iter().for_each(|storage| storage.arrive(&write.states, states));
         self.count(TierCounts { written: write.len(), ..TierCounts::default() });
     }
 
@@ -513,7 +547,7 @@ impl HostTier {
         let writers: Vec<_> = (self.pages.last_write_of(held.pages()).into_iter())
             .chain(self.states.iter().filter_map(|storage| storage.last_write_of(held.states())))
             .collect();
-        let transfer = self.copy(PageCopy::In, &pages, &states, &[after], writers)?;
+        let transfer = self.copy(PageCopy::In, &pages, &states, &[after], writers, None)?;
         self.pages.begin_load(held.pages(), &transfer);
         self.states.iter().for_each(|storage| storage.begin_load(held.states(), &transfer));
         self.count(TierCounts { loaded: pages.len() + states.len(), ..TierCounts::default() });
@@ -521,7 +555,8 @@ impl HostTier {
     }
 
     /// Starts a copy, which runs after the copies `earlier` of the other direction: down in one step, up in
-    /// one for each layer, of which some bring several and the next ones none. States are copied first.
+    /// one for each layer, of which some bring several and the next ones none. States are copied first. A thread
+    /// does the work `at_end` behind the copy down.
     fn copy(
         &self,
         direction: PageCopy,
@@ -529,6 +564,7 @@ impl HostTier {
         states: &[PagePair<StateSlot>],
         after: &[Stream],
         earlier: Vec<Arc<Transfer>>,
+        mut at_end: Option<AtEnd>,
     ) -> Result<Arc<Transfer>> {
         // What a load reads must be there; what a write replaces need not have been read.
         let must_succeed = direction == PageCopy::In;
@@ -550,11 +586,15 @@ impl HostTier {
             if let (0, Some((gdn, pieces, states))) = (step, &gdn) {
                 gdn.copy_pieces(pieces, direction, states, stream)?;
             }
-            if pages.is_empty() {
+            if direction == PageCopy::Out {
+                if !pages.is_empty() {
+                    kv.copy_pieces(&kv_pieces, direction, &pages, 0..layers, stream)?;
+                }
+                at_end.take().into_iter().for_each(|work| work());
                 return Ok(());
             }
-            if direction == PageCopy::Out {
-                return kv.copy_pieces(&kv_pieces, direction, &pages, 0..layers, stream);
+            if pages.is_empty() {
+                return Ok(());
             }
             let way = match way {
                 Some(way) => way,
@@ -583,7 +623,7 @@ impl HostTier {
     }
 
     /// Takes the causes of copies to the tier that failed since the last call, in words: the first of each
-    /// kind.
+    /// kind. Also takes the names of pieces that were damaged in host memory since.
     #[must_use]
     pub fn take_notes(&self) -> Vec<String> {
         std::mem::take(&mut self.notes.lock().texts)
@@ -599,6 +639,7 @@ impl HostTier {
         counts.failed += more.failed;
         counts.fetched += more.fetched;
         counts.unstored += more.unstored;
+        counts.damaged += more.damaged;
     }
 }
 

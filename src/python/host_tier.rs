@@ -62,12 +62,18 @@ impl PoolClass for HostTier {
         visitor(&*self.tier);
     }
 
-    /// Logs why copies to the tier failed.
     fn before_stats(&self, py: Python<'_>) -> PyResult<()> {
+        self.log_notes(py);
+        Ok(())
+    }
+}
+
+impl HostTier {
+    /// Logs why copies to the tier failed, and which pieces were damaged there.
+    pub(super) fn log_notes(&self, py: Python<'_>) {
         for note in self.tier.take_notes() {
             logging::warn(py, &note);
         }
-        Ok(())
     }
 }
 

@@ -182,6 +182,13 @@ impl PrefixCache {
         self.allocator.get().debug.begin(py, None)
     }
 
+    /// Logs what the tier below has to say.
+    fn log_notes_below(&self, py: Python<'_>) {
+        if let Some(Ok(host)) = self.tiers.first().map(|tier| tier.bind(py).cast::<HostTier>()) {
+            host.get().log_notes(py);
+        }
+    }
+
     fn published(&self, outcome: PoolPublished) -> Published {
         let allocator = Arc::clone(&self.allocator.get().pool);
         Published { outcome, allocator, tensor: OnceLock::new(), device: self.device }
@@ -271,6 +278,7 @@ impl PrefixCache {
                     Error::argument("agree has failed")
                 })
             });
+            this.log_notes_below(py);
             raised.map_or(Ok(()), Err)?;
             agreed?;
         }

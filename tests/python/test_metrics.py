@@ -186,6 +186,7 @@ def test_the_numbers_of_host_tiers() -> None:
         "kvpool_host_fetched_total": 0,
         "kvpool_host_storing": 0,
         "kvpool_host_unstored_total": 0,
+        "kvpool_host_damaged_total": 0,
         "kvpool_memory_bytes": tier.mem_bytes(),
     }
     assert values_of("cache")["kvpool_prefix_loaded_tokens_total"] == 8

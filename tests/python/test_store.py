@@ -6,6 +6,7 @@ import ctypes
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -422,7 +423,9 @@ def test_pages_queued_behind_evicted_ones_are_written(device: str) -> None:
         scene.end()
 
 
-def test_a_store_of_files_may_be_damaged(device: str, tmp_path: Path) -> None:
+def test_a_store_of_files_may_be_damaged(
+    device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The third page of the file, which is one of those behind the first two of the prompt."""
     with files(tmp_path) as store:
         scene = Scene(device, store=store)
@@ -441,6 +444,10 @@ def test_a_store_of_files_may_be_damaged(device: str, tmp_path: Path) -> None:
         scene.finish(some(lease.load()))
         scene.check(lease, PROMPT)
         assert store.stats()["damaged"] == 1
+        [said] = [text for text in caplog.messages if "damaged" in text]
+        name = re.escape(str(tmp_path))
+        assert re.fullmatch(rf"page [0-9a-f]{{64}} of the store in {name} is damaged: it was removed", said)
+        assert scene.tier.stats()["damaged"] == 0, "it did not come to host memory"
         lease.release()
         scene.end()
 

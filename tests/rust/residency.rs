@@ -115,3 +115,32 @@ fn a_copy_that_fails_leaves_no_page() {
     assert_eq!(tier.evict(|_| true), Some((KEY, 'a')));
     assert_eq!((tier.fail(entry), tier.in_use(), tier.broken_invariant()), ((None, None), 0, None));
 }
+
+#[test]
+fn a_page_that_is_given_up_keeps_its_place_for_readers() {
+    let mut tier = Residency::default();
+    let entry = copied(&mut tier, KEY, 'a', DevicePresence::Absent);
+    assert!(tier.is_expected(entry));
+    assert!(tier.arrive(entry));
+    assert!(!tier.is_expected(entry));
+    tier.begin_read(entry);
+    tier.begin_read(entry);
+    tier.hold(entry);
+    assert!(tier.give_up(entry));
+    assert!(!tier.give_up(entry), "somebody else has done it");
+    assert_eq!((tier.find(&KEY), tier.len(), tier.in_use()), (None, 0, 1));
+    // The page may come again meanwhile.
+    let again = copied(&mut tier, KEY, 'b', DevicePresence::Present);
+    assert_eq!((tier.end_read(entry), tier.end_read(entry), tier.release(entry)), (None, None, Some('a')));
+    assert_eq!((tier.find(&KEY), tier.in_use(), tier.broken_invariant()), (Some(again), 1, None));
+}
+
+#[test]
+fn a_page_that_was_evicted_during_its_copy_does_not_arrive() {
+    let mut tier = Residency::default();
+    let entry = copied(&mut tier, KEY, 'a', DevicePresence::Absent);
+    assert_eq!(tier.evict(|_| true), Some((KEY, 'a')));
+    assert!(!tier.is_expected(entry));
+    assert!(!tier.arrive(entry));
+    assert_eq!(tier.broken_invariant(), None);
+}

@@ -116,7 +116,7 @@ impl Worker {
         let failed = failed.filter(|cause| cause.kind() != io::ErrorKind::UnexpectedEof);
         match &failed {
             Some(cause) => state.record_failure(&self.shared.name, "read a page", cause),
-            None => state.counts.damaged += 1,
+            None => state.record_damage(&self.shared.name, &record.key),
         }
         if state.slots.record(held.slot).key == record.key && !state.slots.is_removed(held.slot) {
             state.slots.remove(&record.key);

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Epoch, ForkGate};
-use crate::cache::{EntryId, Namespace, PageHash};
+use crate::cache::{EntryId, Namespace, PageHash, hex};
 use crate::layout::CacheLayout;
 use crate::memory::Region;
 
-use super::storage::{Arrivals, Storage};
+use super::storage::{Arrivals, SoundPieces, Storage};
 use super::{HostTier, TierCounts};
 
 /// The contents of a piece.
@@ -113,7 +113,8 @@ pub(in crate::pool) struct IncomingPieces {
     kind: PieceKind,
     keys: Vec<PageHash>,
     ranges: Vec<Range<usize>>,
-    /// Keys of the pieces that were evicted for them, and whether there was no place for some.
+    /// Keys of the pieces that were evicted for them or given up before, and whether there was no place for
+    /// some.
     pub(in crate::pool) evicted: Vec<PageHash>,
     pub(in crate::pool) is_cut: bool,
     entries: RankedMutex<Vec<EntryId>>,
@@ -138,7 +139,8 @@ impl IncomingPieces {
     /// be in flight.
     pub(in crate::pool) fn arrive(&self, count: usize) -> HeldPieces {
         let entries = std::mem::take(&mut *self.entries.lock());
-        let held = self.storage().map_or(Vec::new(), |storage| storage.arrive_fetched(&entries, count));
+        let held =
+            self.storage().map_or(Vec::new(), |storage| storage.arrive_fetched(&entries, &self.keys, count));
         self.tier.count(TierCounts { fetched: held.len(), ..TierCounts::default() });
         HeldPieces::of(&self.tier, self.kind, held)
     }
@@ -206,20 +208,57 @@ impl HostTier {
         self.storage(kind).map_or(Vec::new(), |storage| storage.complete_of(keys))
     }
 
-    /// Keeps those pieces that are complete here for a store, and counts them. Returns their keys.
+    /// Keeps those pieces that are complete here for a store, and counts them. Returns their keys. Those that
+    /// are damaged are given up: see [`Self::give_up_damaged`].
     pub(in crate::pool) fn send_out(
         self: &Arc<Self>,
         kind: PieceKind,
         keys: &[PageHash],
     ) -> (Vec<PageHash>, OutgoingPieces, StoringCount) {
         let found = self.storage(kind).map(|storage| storage.begin_reads(keys));
-        let (keys, entries) = found.unwrap_or_default();
+        let SoundPieces { keys, entries, damaged } = found.unwrap_or_default();
+        self.note_damage(kind, &damaged);
         let count = keys.len();
         let gate = ForkGate::enter_on_own_thread();
         self.counts.lock().storing += count;
         drop(gate);
         let storing = StoringCount { tier: Arc::clone(self), count };
         (keys, OutgoingPieces { tier: Arc::clone(self), kind, entries }, storing)
+    }
+
+    /// Compares the bytes of pieces that are complete here with those that came, by their fingerprints, and
+    /// gives up those that differ. Returns whether there were any. Holds no lock meanwhile.
+    pub(in crate::pool) fn give_up_damaged(&self, kind: PieceKind, keys: &[PageHash]) -> bool {
+        let Some(storage) = self.storage(kind) else { return false };
+        let SoundPieces { entries, damaged, .. } = storage.begin_reads(keys);
+        storage.end_reads(&entries);
+        self.note_damage(kind, &damaged);
+        !damaged.is_empty()
+    }
+
+    /// Counts pieces that are damaged, and notes their names.
+    fn note_damage(&self, kind: PieceKind, keys: &[PageHash]) {
+        if keys.is_empty() {
+            return;
+        }
+        self.count(TierCounts { damaged: keys.len(), ..TierCounts::default() });
+        let _gate = ForkGate::enter_on_own_thread();
+        let mut notes = self.notes.lock();
+        for key in keys {
+            let name = hex(key);
+            let piece = match kind {
+                PieceKind::Page => format!("page {name}"),
+                PieceKind::State => format!("the state after page {name}"),
+            };
+            notes.texts.push(format!(
+                "{piece} of a HostTier was damaged in host memory: it was given up, and requests compute it"
+            ));
+        }
+    }
+
+    /// Takes the keys of the pages that were given up because they are damaged, for events.
+    pub(in crate::pool) fn take_given_up(&self) -> Vec<PageHash> {
+        self.pages.take_given_up()
     }
 
     /// Counts pieces that a store did not take.
@@ -237,8 +276,10 @@ impl HostTier {
         epoch: Epoch,
     ) -> Option<IncomingPieces> {
         let storage = self.storage(kind)?;
-        let Arrivals { entries, keys, evicted, skipped, .. } = storage.begin_fetch(epoch, keys, namespace)?;
+        let Arrivals { entries, keys, mut evicted, given_up, skipped, .. } =
+            storage.begin_fetch(epoch, keys, namespace)?;
         self.count(TierCounts { evicted: evicted.len(), skipped, ..TierCounts::default() });
+        evicted.extend(given_up);
         let ranges = storage.ranges(&entries);
         let (tier, is_cut, entries) =
             (Arc::clone(self), skipped > 0, RankedMutex::new(LockRank::TierPieces, entries));

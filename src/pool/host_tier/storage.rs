@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
-use crate::base::{ChunkId, DType, Device, Epoch, ForkGate, Id, Result};
+use crate::base::{ChunkId, DType, Device, Epoch, ForkGate, Id, Result, try_zeros, widen};
 use crate::cache::{DevicePresence, EntryId, Namespace, NamespaceHash, PageHash, Residency};
 use crate::index::IndexHandle;
 use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, StagingArea};
-use crate::memory::{Backend, PageLockEvent, PageLocking, Region};
+use crate::memory::{Backend, Fingerprint, PageLockEvent, PageLocking, Region};
 use crate::pool::{ChunkConfig, ChunkPool};
 use crate::transfer::Transfer;
 
@@ -42,6 +42,28 @@ struct Shelf {
     reads: CopyLog,
     /// Places that have no piece, and that copies may still use.
     lingering: Vec<Place>,
+    /// The fingerprint of the piece in each place, if that piece is complete.
+    fingerprints: Vec<Fingerprint>,
+    /// The keys of the pieces that were given up because they are damaged, until they are reported.
+    given_up: Vec<PageHash>,
+}
+
+/// Complete pieces that are being read: none is evicted for others.
+struct Reading {
+    keys: Vec<PageHash>,
+    entries: Vec<EntryId>,
+    places: Vec<ChunkId>,
+    /// The fingerprints that they had when they came.
+    fingerprints: Vec<Fingerprint>,
+}
+
+/// Complete pieces that are being read, and have the bytes that came.
+#[derive(Debug, Default)]
+pub(super) struct SoundPieces {
+    pub(super) keys: Vec<PageHash>,
+    pub(super) entries: Vec<EntryId>,
+    /// The keys of pieces that have other bytes, and were given up.
+    pub(super) damaged: Vec<PageHash>,
 }
 
 /// Copies in flight in one direction, in their order, and the places that each uses.
@@ -118,6 +140,8 @@ pub(super) struct Arrivals<I> {
     pieces: Vec<ChunkId>,
     /// The keys of the pieces that were evicted for them.
     pub(super) evicted: Vec<PageHash>,
+    /// The keys of the pieces that were given up before because they are damaged.
+    pub(super) given_up: Vec<PageHash>,
     /// The number of pieces that had no place.
     pub(super) skipped: usize,
 }
@@ -131,6 +155,7 @@ impl<I> Arrivals<I> {
             from: Vec::new(),
             pieces: Vec::new(),
             evicted: Vec::new(),
+            given_up: Vec::new(),
             skipped: 0,
         }
     }
@@ -155,6 +180,13 @@ impl<I: Id> Arrivals<I> {
     pub(super) fn pairs(&self) -> Vec<PagePair<I>> {
         self.from.iter().zip(&self.pieces).map(|(from, piece)| pair(*from, *piece)).collect()
     }
+}
+
+/// Takes the fingerprint of pieces of `keys` in `places`, to which nothing copies meanwhile.
+pub(super) fn fingerprints(pieces: &Pieces, keys: &[PageHash], places: &[ChunkId]) -> Vec<Fingerprint> {
+    // Keys are hashes already.
+    let seed = |key: &PageHash| u64::from_le_bytes(*key.first_chunk().expect("a hash has 32 bytes"));
+    pieces.fingerprints(places.iter().copied().zip(keys.iter().map(seed)))
 }
 
 /// Returns a place of the device and a piece, for a copy between them.
@@ -194,7 +226,8 @@ impl Storage {
         // The locking of a single step is done.
         let locking = locking.filter(|locking| locking.steps() > 1);
         let locking = RankedMutex::new(LockRank::TierPageLocking, locking);
-        let resident = RankedMutex::new(rank, Shelf::default());
+        let fingerprints = try_zeros(count)?;
+        let resident = RankedMutex::new(rank, Shelf { fingerprints, ..Shelf::default() });
         Ok(Self { chunks, in_place, copied, resident, locking })
     }
 
@@ -285,6 +318,8 @@ impl Storage {
         arrivals: &mut Arrivals<I>,
     ) -> Vec<Range<usize>> {
         let mut resident = self.resident();
+        // Before those that come again.
+        arrivals.given_up.append(&mut resident.shelf.given_up);
         let mut begun: Vec<Range<usize>> = Vec::new();
         let offered: Vec<_> = numbered
             .map(|(key, from)| {
@@ -370,6 +405,7 @@ impl Storage {
         if resident.epoch() != epoch {
             return None;
         }
+        arrivals.given_up.append(&mut resident.shelf.given_up);
         for key in keys {
             if resident.find(key).is_some() {
                 continue;
@@ -385,18 +421,27 @@ impl Storage {
         Some(arrivals)
     }
 
-    /// Completes the first `count` of the fetched entries, and holds them; gives up the others. Their copies
-    /// are over.
-    pub(super) fn arrive_fetched(&self, entries: &[EntryId], count: usize) -> Vec<EntryId> {
-        let mut resident = self.resident();
+    /// Completes the first `count` of the fetched entries, whose keys are `keys`, and holds them; gives up the
+    /// others. Their copies are over.
+    pub(super) fn arrive_fetched(
+        &self,
+        entries: &[EntryId],
+        keys: &[PageHash],
+        count: usize,
+    ) -> Vec<EntryId> {
         let (arrived, missing) = entries.split_at(count.min(entries.len()));
+        let places = self.places(arrived);
+        // They are held, and cannot be found yet.
+        let came = fingerprints(&self.copied, keys, &places);
+        let mut resident = self.resident();
         for &entry in missing {
             let place = resident.fail_fetched(entry);
             self.free(&mut resident, place);
         }
         let mut held = Vec::new();
-        for &entry in arrived {
+        for ((&entry, place), fingerprint) in arrived.iter().zip(places).zip(came) {
             if resident.arrive_fetched(entry) {
+                resident.shelf.fingerprints[widen(place.number())] = fingerprint;
                 held.push(entry);
             } else {
                 // Another copy has replaced it.
@@ -460,11 +505,45 @@ impl Storage {
         self.free(resident, lingering);
     }
 
-    /// Makes arrivals complete.
-    pub(super) fn arrive<I>(&self, arrivals: &Arrivals<I>) {
+    /// Makes arrivals complete, whose fingerprints are `known` or taken now.
+    pub(super) fn arrive<I>(&self, arrivals: &Arrivals<I>, known: Option<&[Fingerprint]>) {
+        let taken = if known.is_some() { Vec::new() } else { self.fingerprints_of_arrivals(arrivals) };
+        let came = known.unwrap_or(&taken);
         let mut resident = self.resident();
-        arrivals.entries.iter().for_each(|&entry| resident.arrive(entry));
+        for ((&entry, place), fingerprint) in arrivals.entries.iter().zip(&arrivals.pieces).zip(came) {
+            if resident.arrive(entry) {
+                resident.shelf.fingerprints[widen(place.number())] = *fingerprint;
+            }
+        }
         self.free_lingering(&mut resident);
+    }
+
+    /// Returns the work that takes the fingerprints of arrivals, for the thread that has copied them.
+    pub(super) fn fingerprinting<I>(
+        &self,
+        arrivals: &Arrivals<I>,
+    ) -> impl FnOnce() -> Vec<Fingerprint> + use<I> {
+        let (pieces, keys, places) = (self.copied.clone(), arrivals.keys.clone(), arrivals.pieces.clone());
+        move || fingerprints(&pieces, &keys, &places)
+    }
+
+    /// Takes the fingerprints of arrivals whose copy is over. Those that were evicted meanwhile have none.
+    fn fingerprints_of_arrivals<I>(&self, arrivals: &Arrivals<I>) -> Vec<Fingerprint> {
+        let Arrivals { entries, keys, pieces, .. } = arrivals;
+        let mut resident = self.resident();
+        let read: Vec<usize> = (0..entries.len()).filter(|&at| resident.is_expected(entries[at])).collect();
+        for &at in &read {
+            resident.begin_read(entries[at]);
+        }
+        drop(resident);
+        let of_read = |at: &usize| (keys[*at], pieces[*at]);
+        let (keys, places): (Vec<_>, Vec<_>) = read.iter().map(of_read).unzip();
+        let mut found = vec![Fingerprint::default(); entries.len()];
+        for (&at, taken) in read.iter().zip(fingerprints(&self.copied, &keys, &places)) {
+            found[at] = taken;
+        }
+        self.end_reads(&read.iter().map(|&at| entries[at]).collect::<Vec<_>>());
+        found
     }
 
     /// Gives up arrivals that no copy writes any more, and returns the keys of those that could be found.
@@ -511,15 +590,57 @@ impl Storage {
         entries
     }
 
-    /// Begins to read the complete entries among `keys`. Returns their keys and the entries.
-    pub(super) fn begin_reads(&self, keys: &[PageHash]) -> (Vec<PageHash>, Vec<EntryId>) {
+    /// Begins to read the complete entries among `keys`, except those that are damaged, which are given up.
+    pub(super) fn begin_reads(&self, keys: &[PageHash]) -> SoundPieces {
+        let Reading { keys, entries, places, fingerprints: before } = self.begin_all_reads(keys);
+        let now = fingerprints(&self.copied, &keys, &places);
+        let (mut sound, mut damaged) = (SoundPieces::default(), Vec::new());
+        for (at, entry) in entries.into_iter().enumerate() {
+            if now[at] == before[at] {
+                sound.keys.push(keys[at]);
+                sound.entries.push(entry);
+            } else {
+                damaged.push((keys[at], entry));
+            }
+        }
+        if !damaged.is_empty() {
+            sound.damaged = self.give_up(&damaged);
+        }
+        sound
+    }
+
+    fn begin_all_reads(&self, keys: &[PageHash]) -> Reading {
         let mut resident = self.resident();
         let found = keys.iter().filter_map(|key| Some((*key, resident.find_complete(key)?)));
         let (keys, entries): (Vec<_>, Vec<_>) = found.unzip();
         for &entry in &entries {
             resident.begin_read(entry);
         }
-        (keys, entries)
+        let places: Vec<_> = entries.iter().map(|&entry| resident.place(entry).index()).collect();
+        let before = |place: &ChunkId| resident.shelf.fingerprints[widen(place.number())];
+        let fingerprints = places.iter().map(before).collect();
+        Reading { keys, entries, places, fingerprints }
+    }
+
+    /// Gives up pieces that are being read, and ends that. Returns the keys of those that could be found.
+    #[cold]
+    fn give_up(&self, damaged: &[(PageHash, EntryId)]) -> Vec<PageHash> {
+        let mut resident = self.resident();
+        let mut given_up = Vec::new();
+        for &(key, entry) in damaged {
+            if resident.give_up(entry) {
+                given_up.push(key);
+            }
+            let place = resident.end_read(entry);
+            self.free(&mut resident, place);
+        }
+        resident.shelf.given_up.extend(&given_up);
+        given_up
+    }
+
+    /// Takes the keys of the pieces that were given up because they are damaged.
+    pub(super) fn take_given_up(&self) -> Vec<PageHash> {
+        std::mem::take(&mut self.resident().shelf.given_up)
     }
 
     /// Ends what [`Self::begin_reads`] began.
@@ -539,9 +660,13 @@ impl Storage {
 
     /// Returns the ranges in [`Self::region`] of entries that are held, or arrive.
     pub(super) fn ranges(&self, entries: &[EntryId]) -> Vec<Range<usize>> {
+        self.places(entries).into_iter().map(|place| self.copied.piece(place.number())).collect()
+    }
+
+    /// Returns the places of entries that are held, or arrive.
+    fn places(&self, entries: &[EntryId]) -> Vec<ChunkId> {
         let resident = self.resident();
-        let place = |&entry: &EntryId| resident.place(entry).index().number();
-        entries.iter().map(|entry| self.copied.piece(place(entry))).collect()
+        entries.iter().map(|&entry| resident.place(entry).index()).collect()
     }
 
     /// Returns the memory of all pieces.

@@ -8,7 +8,7 @@ use crate::base::{Error, ErrorKind, Page, Result, try_to_vec};
 use crate::cache::{LowerTierContents, PageHash};
 use crate::memory::Stream;
 use crate::pool::HostTier;
-use crate::pool::host_tier::HeldPieces;
+use crate::pool::host_tier::{HeldPieces, PieceKind};
 
 use super::cache_core::{CacheCall, CacheState};
 use super::lease::Lease;
@@ -132,6 +132,7 @@ impl Lease {
     /// ranks that make the same calls have in common, or above what this rank has; the error of `least`.
     pub fn agree(&self, mut least: impl FnMut(usize) -> Result<usize>) -> Result<()> {
         let (len, is_stateful) = (self.len()?, self.shared.states.is_some());
+        self.check_tier(usize::MAX, self.stream())?;
         let (mut have, mut before) = (self.keep_loadable(usize::MAX)?, None);
         loop {
             let all = least(len + have)?;
@@ -196,6 +197,7 @@ impl Lease {
         if let Some(gpu) = self.allocator.gpu() {
             gpu.check_not_capturing(stream, "a load, whose copies run beside it,")?;
         }
+        let limit = self.check_tier(limit, stream)?;
         let request = match self.begin_load(limit, stream)? {
             LoadStart::Short => return Ok(None),
             LoadStart::Done(load) => return Ok(Some(load)),
@@ -282,17 +284,8 @@ impl Lease {
                 return nothing();
             };
             let (is_stateful, page_size) = (cache.tree.is_stateful(), cache.tree.page_size());
+            let Some((_, end)) = find_loadable(&tier, cache, lease, limit)? else { return nothing() };
             let (keys, tokens) = (&lease.loadable.keys, &lease.loadable.tokens);
-            let max = limit.min(tokens.len()) / page_size;
-            let found = cache.tree.find(&lease.hold, &&tokens[..max * page_size])?.len() / page_size;
-            let contents = tier.contents();
-            let run = keys[found..max].iter().take_while(|key| contents.has_page(key)).count();
-            let has_end = |end: &usize| !is_stateful || *end > 0 && contents.has_state(&keys[end - 1]);
-            let Some(end) = (0..=found + run).rev().find(has_end).filter(|end| *end > 0) else {
-                return nothing();
-            };
-            // The calls below lock the tier.
-            drop(contents);
             let tokens = try_to_vec(&tokens[..end * page_size])?;
             let found = cache.tree.find(&lease.hold, &tokens.as_slice())?;
             let (cached, begin) = (found.len(), lease.hold.len());
@@ -333,6 +326,36 @@ impl Lease {
         })
     }
 
+    /// Compares the bytes of the pieces that a load of at most `limit` tokens would copy with those that came to
+    /// the tier, and gives up those that differ: the load ends before them. Returns the tokens up to the end of
+    /// what was compared. Pieces that are still being copied to the tier are not compared.
+    ///
+    /// The bytes are read without locks, so that other calls do not wait.
+    fn check_tier(&self, limit: usize, stream: Stream) -> Result<usize> {
+        loop {
+            let found = self.with(stream, |_, cache, lease| {
+                check_idle(lease)?;
+                let Some(tier) = cache.below.as_ref().map(|below| Arc::clone(&below.tier)) else {
+                    return Ok(None);
+                };
+                let Some((found, end)) = find_loadable(&tier, cache, lease, limit)? else { return Ok(None) };
+                let keys = &lease.loadable.keys;
+                let state = cache.tree.is_stateful().then(|| keys[end - 1]);
+                Ok(Some((tier, try_to_vec(&keys[found.min(end)..end])?, state, end * cache.tree.page_size())))
+            })?;
+            let Some((tier, keys, state, len)) = found else { return Ok(0) };
+            let damaged_pages = tier.give_up_damaged(PieceKind::Page, &keys);
+            let damaged_state = tier.give_up_damaged(PieceKind::State, state.as_slice());
+            if !damaged_pages && !damaged_state {
+                return Ok(len);
+            }
+            self.with(stream, |_, cache, _| {
+                cache.tree.record_dropped_below(&tier.take_given_up());
+                Ok(())
+            })?;
+        }
+    }
+
     /// Completes a load that is over.
     fn complete_load(&self, stream: Stream) {
         // Does nothing for a lease that has ended.
@@ -351,6 +374,24 @@ impl Lease {
         });
         ended.or_else(|error| if error.kind() == ErrorKind::Stale { Ok(false) } else { Err(error) })
     }
+}
+
+/// Returns how many of the next pages the device has, and the number of pages, at least 1, up to the end of what
+/// the tier could bring a lease of the `limit` tokens behind it.
+fn find_loadable(
+    tier: &HostTier,
+    cache: &CacheState,
+    lease: &LeaseState,
+    limit: usize,
+) -> Result<Option<(usize, usize)>> {
+    let (is_stateful, page_size) = (cache.tree.is_stateful(), cache.tree.page_size());
+    let (keys, tokens) = (&lease.loadable.keys, &lease.loadable.tokens);
+    let max = limit.min(tokens.len()) / page_size;
+    let found = cache.tree.find(&lease.hold, &&tokens[..max * page_size])?.len() / page_size;
+    let contents = tier.contents();
+    let run = keys[found..max].iter().take_while(|key| contents.has_page(key)).count();
+    let has_end = |end: &usize| !is_stateful || contents.has_state(&keys[end - 1]);
+    Ok((1..=found + run).rev().find(has_end).map(|end| (found, end)))
 }
 
 /// Returns the first of the loads in flight that `is_sought`.

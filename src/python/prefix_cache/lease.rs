@@ -239,6 +239,9 @@ impl Lease {
     /// publication raises while tokens are being loaded. On a GPU the copies run on a separate stream, after
     /// the work enqueued on the current stream.
     ///
+    /// Pages and snapshots whose fingerprint is not that of what came to the tier are not loaded: they are given up,
+    /// logged and counted as `damaged` in `HostTier.stats`, and the load ends before them.
+    ///
     /// Args:
     ///     limit: Maximum number of tokens to load.
     ///
@@ -254,8 +257,9 @@ impl Lease {
     fn load(&self, py: Python<'_>, limit: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Load>> {
         let limit = limit.map_or(Ok(usize::MAX), |limit| args::count("limit", limit))?;
         let _acting = self.cache.get().begin(py)?;
-        let load = self.lease.load(limit, self.stream(py)?)?;
-        Ok(load.map(|load| Load { load, device: self.cache.get().device }))
+        let load = self.lease.load(limit, self.stream(py)?);
+        self.cache.get().log_notes_below(py);
+        Ok(load?.map(|load| Load { load, device: self.cache.get().device }))
     }
 
     /// Copies the state at the end of the prefix to a working slot of the cache's states, or resets that for a
