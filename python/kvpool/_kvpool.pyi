@@ -2839,8 +2839,8 @@ class Lease:
         publication raises while tokens are being loaded. On a GPU the copies run on a separate stream, after
         the work enqueued on the current stream.
 
-        Pages and snapshots whose fingerprint is not that of what came to the tier are not loaded: they are given
-        up, logged and counted as `damaged` in `HostTier.stats`, and the load ends before them.
+        Pages and snapshots whose fingerprint is not that of what came to the tier are not loaded: they are given up,
+        logged and counted as `damaged` in `HostTier.stats`, and the load ends before them.
 
         Args:
             limit: Maximum number of tokens to load.

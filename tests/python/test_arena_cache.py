@@ -29,8 +29,17 @@ from transformers import (
     cache_utils,
 )
 
-from kvpool import ArgumentError, CacheArena, ConfigError, OutOfMemoryError, StaleBufferError, StateError
+from kvpool import (
+    ArenaPrefixCache,
+    ArgumentError,
+    CacheArena,
+    ConfigError,
+    OutOfMemoryError,
+    StaleBufferError,
+    StateError,
+)
 from kvpool.integrations.transformers import ArenaCache
+from kvpool.integrations.transformers.arena_layout import kept_layout
 from kvpool.integrations.transformers.layout import cache_argument
 from kvpool.models import layout_of
 from kvpool.models.model_config import parse_model
@@ -630,10 +639,10 @@ def test_no_tokens_are_taken_back(family: str) -> None:
 
 def test_arenas_that_do_not_serve() -> None:
     model = a_model("llama")
-    with pytest.raises(ArgumentError, match="either arena_bytes or the arena"):
+    with pytest.raises(ArgumentError, match="either arena_bytes, or the arena"):
         ArenaCache(model)
     arena = an_arena_cache("gpt_oss").arena
-    with pytest.raises(ArgumentError, match="either arena_bytes or the arena"):
+    with pytest.raises(ArgumentError, match="either arena_bytes, or the arena"):
         ArenaCache(model, 1 << 20, arena=arena)
     with pytest.raises(ConfigError, match=r"not of this model's layout: .*gpt_oss"):
         ArenaCache(model, arena=arena)
@@ -684,3 +693,188 @@ def test_an_encoder_has_no_place() -> None:
     make_both: Any = AutoModelForSeq2SeqLM.from_config
     with pytest.raises(ConfigError, match="t5 has an encoder"):
         ArenaCache(make_both(config).eval().to(devices.current()), 1 << 20)
+
+
+# Prefix caches
+
+
+def a_prefix_cache(family: str, page_size: int = PAGE, arena_bytes: int = 8 << 20) -> ArenaPrefixCache:
+    layout = kept_layout(a_model(family), page_size)
+    return ArenaPrefixCache(CacheArena(layout, arena_bytes, devices.current()))
+
+
+def left(family: str, inputs: dict[str, torch.Tensor], first: int) -> dict[str, torch.Tensor]:
+    """What `generate` is given behind a prefix: all tokens, but the others of a model with states alone."""
+    begin = first if all(DynamicCache(config=a_model(family).config).is_linear) else 0
+    return {name: values[:, begin:] for name, values in inputs.items()}
+
+
+def from_prefix(family: str, cache: ArenaPrefixCache, inputs: Any, **options: Any) -> tuple[int, int, Any]:  # noqa: ANN401
+    """The tokens that were cached, those published in the end, and what was generated."""
+    with ArenaCache(a_model(family), prefix_cache=cache) as arena_cache:
+        found = arena_cache.prefill(**inputs)
+        rest = left(family, inputs, arena_cache.num_tokens)
+        output = generated(family, rest, arena_cache, **options)
+        prompt = inputs["input_ids"]
+        whole = torch.cat((prompt, output.sequences[:, rest["input_ids"].shape[1] :]), dim=1)
+        published = arena_cache.publish(whole)
+    cache.verify()
+    cache.arena.verify()
+    return found, published, output
+
+
+def in_two_steps(
+    family: str,
+    inputs: dict[str, torch.Tensor],
+    first: int,
+    cache: Any = None,  # noqa: ANN401
+    **options: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """What transformers' own cache generates, if the first tokens are a forward pass of their own."""
+    cache = DynamicCache(config=a_model(family).config) if cache is None else cache
+    repeated = {
+        name: values.repeat_interleave(options.get("num_beams", 1), 0) for name, values in inputs.items()
+    }
+    begun = {name: values[:, :first] for name, values in repeated.items()}
+    generated(family, begun, cache, max_new_tokens=1)
+    return generated(family, left(family, inputs, first), cache, **options)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_cached_prefixes_generate_the_same(family: str) -> None:
+    cache, inputs = a_prefix_cache(family), prompts()
+    whole = (PROMPT - 1) // PAGE * PAGE
+    wanted = in_two_steps(family, inputs, whole)
+    assert_same(wanted_tokens(family, inputs, wanted), wanted)
+    # The first computes what the others find, in the same forward passes.
+    for expected in (0, whole, whole):
+        found, published, output = from_prefix(family, cache, inputs)
+        assert found == expected
+        assert published == (PROMPT + 7) // PAGE * PAGE
+        assert_same(output, wanted)
+    # Another prompt with the same beginning.
+    other = {name: values.clone() for name, values in inputs.items()}
+    other["input_ids"][:, 30:] = 5
+    found, _, output = from_prefix(family, cache, other)
+    # Windows and states are kept at the ends that were published.
+    is_full = all(group.kind == "full" for group in cache.arena.layout.groups)
+    assert found == (30 // PAGE * PAGE if is_full else 0)
+    assert_same(output, in_two_steps(family, other, whole, begun(family, inputs, found)))
+    cache.clear()
+    assert is_empty(cache.arena)
+
+
+def begun(family: str, inputs: dict[str, torch.Tensor], first: int) -> Any:  # noqa: ANN401
+    """Transformers' own cache of the first tokens, as the first two steps have computed them."""
+    cache = DynamicCache(config=a_model(family).config)
+    if first:
+        whole = {name: values[:, :40] for name, values in inputs.items()}
+        generated(family, whole, cache, max_new_tokens=1)
+        cache.crop(first - 40)
+    return cache
+
+
+def wanted_tokens(family: str, inputs: dict[str, torch.Tensor], wanted: Any) -> Any:  # noqa: ANN401
+    """Without a prefix, the same tokens are generated: forward passes of other lengths round otherwise."""
+    plain = generated(family, inputs)
+    new = plain.sequences.shape[1] - inputs["input_ids"].shape[1]
+    assert torch.equal(plain.sequences[:, -new:], wanted.sequences[:, -new:])
+    return wanted
+
+
+@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("page_size", [1, 8, 16])
+def test_prefixes_in_pages_of_other_sizes(family: str, page_size: int) -> None:
+    cache, inputs = a_prefix_cache(family, page_size), prompts()
+    whole = (PROMPT - 1) // page_size * page_size
+    wanted = in_two_steps(family, inputs, whole)
+    for expected in (0, whole):
+        found, _, output = from_prefix(family, cache, inputs)
+        assert found == expected
+        assert_same(output, wanted)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_conversation_is_found_as_far_as_it_was_published(family: str) -> None:
+    cache, inputs = a_prefix_cache(family), prompts(1)
+    _, published, output = from_prefix(family, cache, inputs, max_new_tokens=8)
+    # Of 49 tokens the last is not computed, and those before fill 12 pages: the states are at their end.
+    assert published == 48
+    turn = torch.cat((output.sequences, to_current(torch.full((1, 6), 9))), dim=1)
+    more = {"input_ids": turn, "attention_mask": torch.ones_like(turn)}
+    found, _, again = from_prefix(family, cache, more)
+    assert found == 48
+    theirs = DynamicCache(config=a_model(family).config)
+    assert torch.equal(in_two_steps(family, inputs, 40, theirs).sequences, output.sequences)
+    assert_same(again, in_two_steps(family, more, 52, theirs))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
+def test_beams_over_a_prefix(family: str) -> None:
+    needs_reordering(family)
+    cache, inputs = a_prefix_cache(family), prompts(1)
+    repeated: dict[str, Any] = {name: values.repeat_interleave(3, 0) for name, values in inputs.items()}
+    options: dict[str, Any] = {"num_beams": 3, "output_logits": False}
+    wanted = in_two_steps(family, inputs, 40, **options).sequences
+    for expected in (0, 40):
+        with ArenaCache(a_model(family), prefix_cache=cache) as arena_cache:
+            assert arena_cache.prefill(**repeated) == expected
+            output = generated(family, inputs, arena_cache, **options)
+            assert torch.equal(output.sequences, wanted)
+            with pytest.raises(StateError, match="others have taken their place"):
+                arena_cache.publish(torch.zeros(3, 100, dtype=torch.long))
+        cache.verify()
+    cache.clear()
+    assert is_empty(cache.arena)
+
+
+def test_prompts_of_a_batch_share_what_all_of_them_have() -> None:
+    cache, inputs = a_prefix_cache("llama"), prompts(1)
+    from_prefix("llama", cache, inputs)
+    ids = inputs["input_ids"].repeat(2, 1)
+    ids[1, 20:] = 3
+    both = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    found, _, output = from_prefix("llama", cache, both)
+    assert found == 20
+    assert torch.equal(output.sequences, generated("llama", both).sequences)
+
+
+def test_an_arena_gives_up_prefixes_for_sequences() -> None:
+    layout = kept_layout(a_model("qwen3_next"), PAGE)
+    need = layout.request_bytes(PROMPT + 8)
+    cache = a_prefix_cache("qwen3_next", PAGE, 4 * need)
+    for seed in range(6):
+        ids = torch.randint(1, 64, (1, PROMPT), generator=torch.Generator().manual_seed(seed))
+        inputs = {"input_ids": to_current(ids), "attention_mask": to_current(torch.ones_like(ids))}
+        found, _, output = from_prefix("qwen3_next", cache, inputs)
+        assert found == 0
+        assert torch.equal(output.sequences, generated("qwen3_next", inputs).sequences)
+    assert cache.stats()["evicted"] > 0
+
+
+def test_prefill_refuses_and_changes_nothing() -> None:
+    model, inputs = a_model("llama"), dict[str, Any](prompts())
+    plain = an_arena_cache("llama")
+    with pytest.raises(StateError, match="needs a prefix_cache"):
+        plain.prefill(**inputs)
+    with pytest.raises(ArgumentError, match="either arena_bytes, or the arena of another, or a prefix_cache"):
+        ArenaCache(model, 1 << 20, prefix_cache=a_prefix_cache("llama"))
+    cache = a_prefix_cache("llama")
+    with ArenaCache(model, prefix_cache=cache) as arena_cache:
+        with pytest.raises(StateError, match=r"began without prefill\(\)"):
+            arena_cache.publish(torch.zeros(0, 0, dtype=torch.long))
+        arena_cache.prefill(**inputs)
+        with pytest.raises(StateError, match="has 2 sequences"):
+            arena_cache.prefill(**inputs)
+        with pytest.raises(ArgumentError, match="for 2 sequences of 40 tokens"):
+            arena_cache.publish(inputs["input_ids"][:, :39])
+        with pytest.raises(ArgumentError, match="do not begin with its 40 published tokens"):
+            arena_cache.publish(inputs["input_ids"] + 1)
+        assert arena_cache.publish(inputs["input_ids"]) == 40
+    with pytest.raises(StaleBufferError, match="is closed"):
+        arena_cache.prefill(**inputs)
+    tight = a_prefix_cache("llama", PAGE, cache.arena.layout.request_bytes(24))
+    with ArenaCache(model, prefix_cache=tight) as arena_cache:
+        with pytest.raises(OutOfMemoryError, match="do not fit"):
+            arena_cache.prefill(**inputs)
+        assert is_empty(tight.arena)

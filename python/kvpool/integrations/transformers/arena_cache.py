@@ -11,16 +11,18 @@ from typing_extensions import Self, override
 
 from kvpool._closing import Closing
 from kvpool._kvpool import CacheArena
-from kvpool.errors import ArgumentError, ConfigError
+from kvpool.errors import ArgumentError, ConfigError, StateError
 from kvpool.integrations.transformers import seams
 from kvpool.integrations.transformers.arena_compressed import CompressedLayer
 from kvpool.integrations.transformers.arena_layer import HybridLayer, PagedLayer, StateLayer
 from kvpool.integrations.transformers.arena_layout import kept_layout
 from kvpool.integrations.transformers.arena_units import Batch
+from kvpool.integrations.transformers.layout import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from kvpool._kvpool import ArenaLease, ArenaPrefixCache
     from kvpool.typing import DeviceLike
 
 __all__ = ["ArenaCache"]
@@ -42,6 +44,9 @@ class ArenaCache(Cache, Closing):
     apart: for one sequence and for two, always. Elsewhere a layer's states are copied, and copied back when
     the cache is called next. Beams share no pages.
 
+    With a prefix cache, `prefill` begins sequences with what is cached of their prompts, computes and
+    publishes the other whole pages, and `generate` goes on behind them; `publish` adds what was generated.
+
     All units are given back when the cache is closed, reset, or dropped. After a failed call of `generate`,
     the cache has the tokens computed before: call `reset`. Use a cache from one thread at a time; caches of
     one arena may be used from several.
@@ -51,6 +56,7 @@ class ArenaCache(Cache, Closing):
             layout; it is not changed.
         arena_bytes: Bytes of an arena of the cache's own.
         arena: An arena of the same layout, in place of `arena_bytes`: that of another cache, say.
+        prefix_cache: A prefix cache of such an arena, in place of the arena.
         page_size: Tokens of a page of the cache's own arena.
         device: Device of the cache's own arena; by default the model's.
 
@@ -58,25 +64,27 @@ class ArenaCache(Cache, Closing):
         arena: The arena. Its layout is what the model keeps.
 
     Raises:
-        ArgumentError: If neither or both of `arena_bytes` and `arena` are given.
+        ArgumentError: Unless one of `arena_bytes`, `arena` and `prefix_cache` is given.
         ConfigError: If a layer keeps what has no place in a layout, or an arena has another layout or is too
             small.
         EngineMismatchError: If the interface of `transformers` differs from the supported one.
         OutOfMemoryError: If there is not enough memory.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - three places for what is kept
         self,
         model: PreTrainedModel,
         arena_bytes: int | None = None,
         *,
         arena: CacheArena | None = None,
+        prefix_cache: ArenaPrefixCache | None = None,
         page_size: int = 16,
         device: DeviceLike | None = None,
     ) -> None:
         seams.TRANSFORMERS.require(seams.CACHE)
-        if (arena is None) == (arena_bytes is None):
-            raise ArgumentError("a cache has either arena_bytes or the arena of another")
+        if sum(given is not None for given in (arena, arena_bytes, prefix_cache)) != 1:
+            raise ArgumentError("a cache has either arena_bytes, or the arena of another, or a prefix_cache")
+        arena = arena if prefix_cache is None else prefix_cache.arena
         layout = kept_layout(model, page_size if arena is None else arena.layout.page_size)
         if arena is None:
             assert arena_bytes is not None  # noqa: S101 - for the type checker
@@ -85,7 +93,8 @@ class ArenaCache(Cache, Closing):
         if difference is not None:
             raise ConfigError(f"the arena is not of this model's layout: {difference}")
         self.arena: CacheArena = arena
-        self._batch = Batch(arena)
+        self._batch = Batch(arena, publishes=prefix_cache is not None)
+        self._prefix_cache, self._model = prefix_cache, weakref.ref(model)
         # Layers that keep nothing stay as they are.
         layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         super().__init__(layers=[self._layer(number) or layer for number, layer in enumerate(layers)])
@@ -108,6 +117,11 @@ class ArenaCache(Cache, Closing):
         return None
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of each sequence that the cache has."""
+        return self._batch.length
+
+    @property
     @override
     def closed(self) -> bool:
         """Whether the cache is closed."""
@@ -117,6 +131,88 @@ class ArenaCache(Cache, Closing):
     def close(self) -> None:
         """Free all units for good: a later write raises `StaleError`. A second call does nothing."""
         self._closer()
+
+    def prefill(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        namespace: str | bytes | int | None = None,
+    ) -> int:
+        """Begin sequences with what is cached of their prompts; compute and publish their other whole pages.
+
+        At least one token of each prompt is left to `generate`, which gets the same prompts and this cache,
+        or, if the model has states alone, the tokens from `num_tokens` on. The whole pages are computed by a
+        call of the model's own `generate` for one token, which is dropped. For beams and several return
+        sequences, repeat the prompts as `generate` does.
+
+        Args:
+            input_ids: Token ids of the prompts, ints `[sequences, length]`. Padding is on the left, and part
+                of a prefix.
+            attention_mask: The mask of the prompts, as that of `generate`.
+            namespace: What keeps the prefixes of two users apart.
+
+        Returns:
+            The number of tokens of each prompt that were cached.
+
+        Raises:
+            StateError: If there is no prefix cache, or there are sequences already.
+            StaleError: If the cache is closed.
+            OutOfMemoryError: If there are not enough units. The cache is empty then.
+        """
+        model = self._model()
+        if self._prefix_cache is None or model is None:
+            raise StateError("prefill() needs a prefix_cache, and a model that still exists")
+        page, prompts = self.arena.layout.page_size, input_ids.tolist()
+        whole = (input_ids.shape[1] - 1) // page * page
+        leases = matched(self._prefix_cache, prompts, whole, namespace)
+        found = leases[0].length
+        try:
+            self._batch.begin(leases, [prompt[:found] for prompt in prompts])
+        except BaseException:
+            for lease in leases:
+                lease.release()
+            raise
+        try:
+            for layer in self.layers if found else []:
+                if isinstance(layer, StateLayer):
+                    layer.resume()
+            if found < whole:
+                # Of a model with states alone, generate() drops no tokens that the cache has.
+                first = found if all(self.is_linear) else 0
+                mask = None if attention_mask is None else attention_mask[:, first:whole]
+                options = {cache_argument(model): self, "attention_mask": mask}
+                model.generate(input_ids[:, first:whole], max_new_tokens=1, do_sample=False, **options)
+                self._batch.publish(prompts)
+        except BaseException:
+            self.reset()
+            raise
+        return found
+
+    def publish(self, token_ids: torch.Tensor) -> int:
+        """Publish the whole pages of sequences that began with `prefill`.
+
+        A request that begins with them does not compute them again. Models with states go on only where there
+        is a snapshot of these: where the number of tokens is a multiple of the page size.
+
+        Args:
+            token_ids: Token ids of the sequences, as `generate` returned them, ints `[sequences, length]`.
+
+        Returns:
+            The number of tokens of each sequence that are published now.
+
+        Raises:
+            ArgumentError: If the tokens do not begin with those of the prompts, or are fewer than are cached.
+            StateError: If the sequences did not begin with `prefill`, or beams have taken their place.
+            StaleError: If the arena or its prefix cache was cleared.
+        """
+        tokens = token_ids.tolist()
+        if len(tokens) != self._batch.n or (tokens and len(tokens[0]) < self._batch.length):
+            raise ArgumentError(
+                f"token_ids of the shape {[*token_ids.shape]} for {self._batch.n} sequences of "
+                f"{self._batch.length} tokens"
+            )
+        return self._batch.publish(tokens)
 
     @override
     def reset(self) -> None:
@@ -200,3 +296,17 @@ class ArenaCache(Cache, Closing):
         raise ConfigError(
             "an ArenaCache is not copied: make another with its arena, and compute the prompt again"
         )
+
+
+def matched(
+    cache: ArenaPrefixCache, prompts: list[list[int]], whole: int, namespace: str | bytes | int | None
+) -> list[ArenaLease]:
+    """Return leases of one length, of up to `whole` tokens, for prompts of one length."""
+    while True:
+        leases = [cache.match(prompt, max_tokens=whole, namespace=namespace) for prompt in prompts]
+        lengths = {lease.length for lease in leases}
+        if len(lengths) == 1:
+            return leases
+        for lease in leases:
+            lease.release()
+        whole = min(lengths)

@@ -80,6 +80,19 @@ class StateLayer(LinearAttentionLayer):
         self._batch, self._number, self._states = batch, number, states
         self._copies: dict[str, torch.Tensor] = {}
 
+    def resume(self) -> None:
+        """Find the states that the sequences begin with."""
+        for plane in self._states.group.planes:
+            states = self._read(plane.name)
+            self.dtype, self.device = states.dtype, states.device
+            if plane.name == "conv":
+                self.conv_states[0], self.conv_kernel_size[0] = states, states.shape[-1]
+                self.is_conv_states_initialized[0] = True
+            else:
+                self.recurrent_states[0] = states
+                self.is_recurrent_states_initialized[0] = True
+        self.has_previous_state[0] = True
+
     def begin(self) -> None:
         """Take the units of a token before the layer changes its state, which it may do in place."""
         if self.has_previous_state[0]:

@@ -15,7 +15,7 @@ from kvpool.errors import ArgumentError, OutOfMemoryError, StaleError, StateErro
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kvpool._kvpool import CacheArena, Group
+    from kvpool._kvpool import ArenaLease, CacheArena, Group
 
 __all__ = ["Batch", "Pages", "States", "refuse_gradients"]
 
@@ -29,13 +29,17 @@ class Pages:
     Attributes:
         group: The group.
         units: Units by the number of a page; pages behind a window are left out.
+        leased: The number of leading pages whose units are a prefix cache's.
         buffers: The planes of all layers.
         lengths: Tokens that each of them has.
     """
 
-    def __init__(self, arena: CacheArena, group: Group) -> None:
+    def __init__(self, arena: CacheArena, group: Group, keep: int) -> None:
         self.group = group
+        # Whole pages of so many tokens can be published with what the next token sees.
+        self._keep = keep
         self.units: dict[int, list[int]] = {}
+        self.leased = 0
         self.buffers = _buffers(arena, group)
         self.lengths = dict.fromkeys(self.buffers, 0)
         self._arena = arena
@@ -63,11 +67,42 @@ class Pages:
         self._tables.clear()
 
     def trim(self, length: int) -> None:
-        """Free the pages that are not needed after `length` tokens."""
-        needed = self.needed(length)
+        """Free the pages that are needed neither after `length` tokens nor after the last whole page."""
+        needed = range(self.needed(length - length % self._keep).start, self.needed(length).stop)
         for page in [page for page in self.units if page not in needed]:
-            self._arena.free(self.group.name, self.units.pop(page))
+            self._free(page, self.units.pop(page))
         self._tables.clear()
+
+    def _free(self, page: int, units: list[int]) -> None:
+        if page >= self.leased:
+            self._arena.free(self.group.name, units)
+
+    def adopt(self, leases: list[ArenaLease], length: int) -> None:
+        """Begin with the units of leases of `length` tokens, one for each sequence."""
+        found = [lease.units(self.group.name) for lease in leases]
+        columns = zip(*(units.units for units in found), strict=True)
+        self.units = {found[0].first + at: [*units] for at, units in enumerate(columns)}
+        self.leased = found[0].first + len(self.units)
+        self.lengths = dict.fromkeys(self.lengths, length)
+
+    def offered(self, sequence: int, length: int) -> list[int | None]:
+        """Return the units of a sequence for a publication of whole pages, from the leased ones on."""
+        whole = length // self.group.stride // self._entries
+        return [
+            self.units[page][sequence] if page in self.units else None for page in range(self.leased, whole)
+        ]
+
+    def settle(self, published: list[list[int | None]], length: int) -> None:
+        """Go on with the units of a prefix cache in the place of those that were published to it."""
+        for at, units in enumerate(zip(*published, strict=True)):
+            page = self.leased + at
+            if page in self.units:
+                old = self.units[page]
+                self.units[page] = [
+                    own if unit is None else unit for own, unit in zip(old, units, strict=True)
+                ]
+        self.leased += len(published[0])
+        self.trim(length)
 
     def append(self, plane: PlaneOf, states: torch.Tensor, length: int) -> torch.Tensor:
         """Write new entries, `[n, entries, ...]`, and return a copy of those before them that are kept."""
@@ -106,8 +141,13 @@ class Pages:
 
     def select(self, indices: list[int], taken: list[int]) -> None:
         """Let the sequences have the entries of those at `indices`; `taken` are units for more of them."""
-        more = len(taken) // len(self.units) if self.units else 0
-        for at, (page, units) in enumerate(self.units.items()):
+        own = [page for page in self.units if page >= self.leased]
+        more = len(taken) // len(own) if own else 0
+        for page in [page for page in self.units if page < self.leased]:
+            # Nobody writes these.
+            self.units[page] = [self.units[page][i] for i in indices]
+        for at, page in enumerate(own):
+            units = self.units[page]
             together = [*units, *taken[at * more : at * more + more]]
             self.units[page] = together[: len(indices)]
             _copy(self.buffers.values(), [units[i] for i in indices], self.units[page])
@@ -116,11 +156,16 @@ class Pages:
 
     def release(self) -> None:
         """Free all units."""
-        for units in self.units.values():
-            self._arena.free(self.group.name, units)
-        self.units = {}
+        for page, units in self.units.items():
+            self._free(page, units)
+        self.units, self.leased = {}, 0
         self._tables.clear()
         self.lengths = dict.fromkeys(self.buffers, 0)
+
+    @property
+    def own(self) -> int:
+        """The number of pages that are no prefix cache's."""
+        return sum(page >= self.leased for page in self.units)
 
 
 class States:
@@ -151,6 +196,19 @@ class States:
             [*units, *sorted(more)]
             for units, more in zip(self.units or [[]] * len(columns), columns, strict=True)
         ]
+
+    def adopt(self, leases: list[ArenaLease], length: int) -> None:
+        """Begin with copies of the snapshots of leases of `length` tokens, one for each sequence."""
+        found = [lease.units(self.group.name).units for lease in leases]
+        own = [unit for units in zip(*self.units, strict=True) for unit in units]
+        self._arena.copy(self.group.name, own, [unit for units in found for unit in units])
+        self.lengths = dict.fromkeys(self.lengths, length)
+
+    def snapshot(self, sequence: int, units: list[Any]) -> list[int | None]:
+        """Copy the state of a sequence to the unit that was taken for it, and return its numbers."""
+        numbers = units[0] if isinstance(units[0], list) else units
+        self._arena.copy(self.group.name, numbers, [column[sequence] for column in self.units])
+        return [*numbers]
 
     def read(self, layer: int, plane: str) -> tuple[torch.Tensor, bool]:
         """Return the states of all sequences, and whether it is a view, as of units equally far apart."""
@@ -188,15 +246,22 @@ class Batch:
         base: Tokens of each before the forward pass that runs, or ran last.
         length: Tokens after it, which have units.
         late: Copies the states of a layer back that are no views, and forgets itself.
+        leases: The prefix of each sequence, while its units can be published.
+        prefixes: The tokens of the leases.
     """
 
-    def __init__(self, arena: CacheArena) -> None:
+    def __init__(self, arena: CacheArena, *, publishes: bool) -> None:
         groups = arena.layout.groups
-        self.pages = [Pages(arena, group) for group in groups if group.kind != "state"]
+        keep = arena.layout.page_size if publishes else 1
+        self.pages = [Pages(arena, group, keep) for group in groups if group.kind != "state"]
         self.states = [States(arena, group) for group in groups if group.kind == "state"]
         self._groups: list[Pages | States] = [*self.pages, *self.states]
         self.n = self.base = self.length = 0
         self.late: Callable[[], None] | None = None
+        self.leases: list[ArenaLease] = []
+        self.prefixes: list[list[int]] = []
+        # Of sequences that have been replaced by others: these use their units.
+        self._earlier: list[ArenaLease] = []
         self.closed = False
         self._arena = arena
 
@@ -225,6 +290,61 @@ class Batch:
             for states in self.states if self.n == 0 else []:
                 states.add(taken[states.group.name])
             self.n, self.length = n, after
+
+    def begin(self, leases: list[ArenaLease], prefixes: list[list[int]]) -> None:
+        """Begin sequences with leases of tokens, as many each."""
+        if self.closed:
+            raise StaleError("the cache is closed")
+        if self.n:
+            raise StateError(f"the cache has {self.n} sequences: reset() it")
+        taken = self._take(
+            {states.group.name: len(leases) for states in self.states}, f"{len(leases)} states"
+        )
+        for states in self.states:
+            states.add(taken[states.group.name])
+        self.n, self.leases, self.prefixes = len(leases), leases, prefixes
+        self.base = self.length = length = len(prefixes[0])
+        if length:
+            for group in self._groups:
+                group.adopt(leases, length)
+
+    def publish(self, token_ids: list[list[int]]) -> int:
+        """Publish the whole pages of all sequences, with snapshots where the states are at their end."""
+        if not self.leases:
+            raise StateError("the sequences began without prefill(), or others have taken their place")
+        if self.late is not None:
+            self.late()
+        self._check_complete()
+        whole = self.length - self.length % self._arena.layout.page_size
+        prefixes = [tokens[:whole] for tokens in token_ids]
+        for sequence, (prefix, before) in enumerate(zip(prefixes, self.prefixes, strict=True)):
+            if prefix[: len(before)] != before or not all(0 <= token < 2**31 for token in prefix):
+                raise ArgumentError(
+                    f"token_ids of sequence {sequence} do not begin with its {len(before)} published tokens, "
+                    "or are not in [0, 2**31)"
+                )
+        published = [self._publish(sequence, prefix) for sequence, prefix in enumerate(prefixes)]
+        for pages in self.pages:
+            pages.settle([units[pages.group.name] for units in published], self.length)
+        self.prefixes = prefixes
+        return whole
+
+    def _publish(self, sequence: int, prefix: list[int]) -> dict[str, list[int | None]]:
+        """Publish a sequence, and return the units that stand for it now."""
+        units = {pages.group.name: pages.offered(sequence, len(prefix)) for pages in self.pages}
+        taken: dict[str, list[Any]] = {}
+        if self.states and len(prefix) == self.length:
+            # Without room for a snapshot there is none.
+            taken = self._arena.alloc({states.group.name: 1 for states in self.states}) or {}
+        try:
+            for states in self.states if taken else []:
+                name = states.group.name
+                units[name] = states.snapshot(sequence, taken[name])
+            return self.leases[sequence].publish(prefix, units)
+        except BaseException:
+            for name, numbers in taken.items():
+                self._arena.free(name, numbers)
+            raise
 
     def _back(self) -> None:
         """Go back to before the forward pass, of which nothing has been written."""
@@ -290,11 +410,13 @@ class Batch:
             )
         self._check_complete()
         more = max(0, len(indices) - self.n)
-        units = {group.group.name: more * len(group.units) for group in self.pages}
+        units = {group.group.name: more * group.own for group in self.pages}
         units |= {states.group.name: more for states in self.states}
         taken = self._take(units, f"{more} sequences of {self.length} tokens more")
         for group in self._groups:
             group.select(indices, taken[group.group.name])
+        if indices != [*range(self.n)]:
+            self._earlier, self.leases = [*self._earlier, *self.leases], []
         self.n = len(indices)
 
     def release(self) -> None:
@@ -303,6 +425,9 @@ class Batch:
         self.late = None
         for group in self._groups:
             group.release()
+        for lease in (*self.leases, *self._earlier):
+            lease.release()
+        self.leases, self._earlier = [], []
 
     def close(self) -> None:
         """Free all units, and refuse to take others."""
