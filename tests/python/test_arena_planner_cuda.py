@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import devices
 import pytest
+from arena_engine import HYBRID, Engine
 from arena_plans import LAYOUT, PLAIN, check_plan, make
 from common import MEMORY, NEVER, WAITS, assert_refused_after_fork, failing, needs_fork, on_stream, some
 
@@ -181,6 +182,40 @@ def test_a_step_whose_driver_call_fails_changes_nothing_and_works_again(driver: 
             check_plan(planner, plan, [(row, n - 1, n) for row, n in zip(rows, after, strict=True)] + extra)
             assert state()[:3] == after
         assert failures > 1
+
+
+def test_leases_and_snapshots_whose_driver_calls_fail_change_nothing(driver: Driver) -> None:
+    engine = Engine(HYBRID, 1 << 16)
+    tokens = [*range(8)]
+    row, _ = some(engine.begin(tokens, 30))
+    units = [engine.planner.units(row, group.name) for group in engine.groups]
+    failures = 0
+    for error in failing(driver, lambda: engine.publish(row)):
+        if error is not None:
+            failures += 1
+            assert "failed with CUDA_ERROR" in str(error)
+            assert [engine.planner.units(row, group.name) for group in engine.groups] == units
+            assert engine.cache.stats()["cached"] == 0
+        engine.verify()
+    assert failures > 0
+    engine.check(row, 8)
+    [other] = some(engine.planner.alloc())
+    failures = 0
+    lease = engine.cache.match([*tokens, 9])
+
+    def extend() -> None:
+        if engine.planner.seq_len(other) == 0:
+            some(engine.planner.extend([other], [8], [9], prefixes=[lease]))
+
+    for error in failing(driver, extend):
+        if error is not None:
+            failures += 1
+            assert engine.planner.seq_len(other) == 0
+            assert engine.planner.units(other, "state") == {}
+        engine.verify()
+    assert failures > 1
+    engine.tokens[other] = [*tokens, 9]
+    engine.check(other, 8)
 
 
 def test_a_planner_that_has_no_memory_leaves_nothing(driver: Driver) -> None:

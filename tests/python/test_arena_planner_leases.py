@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING
 import devices
 import pytest
 import torch
+from arena_engine import LAYOUTS, PAGE, Engine, K, len_of
 from common import some
 
 from kvpool import (
     ArenaLease,
-    ArenaPlanner,
-    ArenaPrefixCache,
     ArgumentError,
     CacheArena,
     CacheLayout,
     Group,
     IndexOwnershipError,
-    Plane,
     StaleError,
     StateError,
 )
@@ -29,127 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("device")
-
-PAGE = 4
-K = [Plane("k", "float32", (2,))]
-STATES = [Plane("recurrent", "float32", (2,)), Plane("conv", "float32", (2,))]
-FULL = Group("full", "full", [0, 3], K)
-WINDOW = Group("window", "window", [1], K, tokens=6, sinks=2)
-CHUNK = Group("chunk", "chunk", [2], K, tokens=8)
-STATE = Group("state", "state", [4, 5], STATES)
-LAYOUTS = {
-    "full": CacheLayout([FULL], page_size=PAGE),
-    "windows": CacheLayout([FULL, WINDOW, CHUNK], page_size=PAGE),
-    "hybrid": CacheLayout([FULL, WINDOW, STATE], page_size=PAGE),
-}
-
-
-def digest(tokens: list[int]) -> float:
-    """What an entry holds that follows from all tokens up to its own."""
-    value = 7.0
-    for token in tokens:
-        value = (value * 31 + token + 1) % 100_003
-    return value
-
-
-class Engine:
-    """Requests whose memory holds what follows from their tokens."""
-
-    def __init__(self, layout: CacheLayout, arena_bytes: int, rows: int = 6) -> None:
-        self.arena = CacheArena(layout, arena_bytes, devices.current())
-        self.cache = ArenaPrefixCache(self.arena, policy="lru")
-        self.planner = ArenaPlanner(self.arena, rows, 64, rows, 256)
-        self.groups = layout.groups
-        self.tokens: dict[int, list[int]] = {}
-        self.buffers = {
-            (group.name, layer): self.arena.buffer(group.name, "k", layer)
-            for group in self.groups
-            if group.kind != "state"
-            for layer in group.layers
-        }
-        self.states = {
-            (plane.name, layer): self.arena.buffer("state", plane.name, layer)
-            for group in self.groups
-            if group.kind == "state"
-            for plane in group.planes
-            for layer in group.layers
-        }
-
-    def write(self, row: int, first: int) -> None:
-        """Write the entries from a position on, and the states."""
-        tokens = self.tokens[row]
-        for (name, layer), buffer in self.buffers.items():
-            units = self.planner.units(row, name)
-            for at in range(first, len(tokens)):
-                buffer[units[at // PAGE], at % PAGE] = digest(tokens[: at + 1]) + layer
-        for (_, layer), buffer in self.states.items():
-            buffer[self.number(row, layer)] = digest(tokens) + layer
-
-    def number(self, row: int, layer: int) -> int:
-        """The number of a state's unit in a layer."""
-        units = self.planner.units(row, "state")
-        return units[[4, 5].index(layer)] if len(units) > 1 else units[0]
-
-    def check(self, row: int, length: int) -> None:
-        """The units that a request keeps hold what its first tokens left there, and so does its state."""
-        tokens = self.tokens[row]
-        for (name, layer), buffer in self.buffers.items():
-            held = buffer.tolist()
-            for position, unit in self.planner.units(row, name).items():
-                for at in range(position * PAGE, min(position * PAGE + PAGE, length)):
-                    expected = digest(tokens[: at + 1]) + layer
-                    assert held[unit][at % PAGE] == [expected] * 2, (name, layer, row, at)
-        for (_, layer), buffer in self.states.items():
-            if length:
-                assert buffer[self.number(row, layer)].tolist() == [digest(tokens[:length]) + layer] * 2
-
-    def begin(self, tokens: list[int], chunk: int) -> tuple[int, int] | None:
-        """Begin a request with what is cached of its tokens, and compute a chunk of the others."""
-        taken = self.planner.alloc()
-        if taken is None:
-            return None
-        lease = self.cache.match(tokens, max_tokens=len(tokens) - 1)
-        end = min(len(tokens), len_of(lease) + chunk)
-        plan = self.planner.extend(taken, [len_of(lease)], [end], prefixes=[lease])
-        if plan is None:
-            self.planner.finish(taken)
-            lease.release()
-            return None
-        self.tokens[taken[0]] = tokens[:end]
-        self.check(taken[0], len_of(lease))
-        self.write(taken[0], len_of(lease))
-        return taken[0], len_of(lease)
-
-    def grow(self, rows: list[int], more: list[list[int]]) -> bool:
-        """Compute more tokens of requests."""
-        lens = [len(self.tokens[row]) for row in rows]
-        ends = [length + len(tokens) for length, tokens in zip(lens, more, strict=True)]
-        if self.planner.extend(rows, lens, ends, prefixes=[None] * len(rows)) is None:
-            return False
-        for row, length, tokens in zip(rows, lens, more, strict=True):
-            self.check(row, length)
-            self.tokens[row] = self.tokens[row] + tokens
-            self.write(row, length)
-        return True
-
-    def publish(self, row: int) -> int:
-        """Publish whole pages, with a snapshot where the state is at their end."""
-        tokens = self.tokens[row]
-        whole = len(tokens) // PAGE * PAGE
-        return self.planner.publish(row, tokens[:whole], snapshot=whole == len(tokens))
-
-    def finish(self, row: int) -> None:
-        self.planner.finish([row])
-        del self.tokens[row]
-
-    def verify(self) -> None:
-        self.planner.verify()
-        self.cache.verify()
-        self.arena.verify()
-
-
-def len_of(lease: ArenaLease) -> int:
-    return lease.length
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -254,6 +131,41 @@ def test_a_lease_is_for_one_request_and_ends_with_it() -> None:
     assert cache.stats()["locked"] == 0
     with pytest.raises(StaleError, match="it was released"):
         len_of(lease)
+
+
+@pytest.mark.parametrize("lacks", ["window", "state"])
+def test_a_lease_that_lacks_what_the_next_token_sees_is_refused(lacks: str) -> None:
+    engine = Engine(LAYOUTS["hybrid"], 1 << 16)
+    taken = some(engine.arena.alloc({"full": 2, "window": 2}))
+    lease = engine.cache.match([])
+    units: dict[str, list[int | None]] = {name: [*numbers] for name, numbers in taken.items()}
+    if lacks == "window":
+        # The first page has the sinks.
+        engine.arena.free("window", [taken["window"][1]])
+        units["window"][1] = None
+    lease.publish([*range(8)], units)
+    message = {"window": "lacks units of group window", "state": "has no snapshot of group state"}[lacks]
+    [row] = some(engine.planner.alloc())
+    with pytest.raises(ArgumentError, match=message):
+        engine.planner.extend([row], [8], [9], prefixes=[lease])
+    lease.release()
+    assert engine.planner.extend([row], [0], [9]) is not None
+    engine.verify()
+
+
+def test_a_publication_without_room_for_a_snapshot_keeps_the_pages() -> None:
+    engine = Engine(LAYOUTS["hybrid"], 1 << 12)
+    row, _ = some(engine.begin([1, 2, 3, 4], 30))
+    held = []
+    while (taken := engine.arena.alloc({"state": 1})) is not None:
+        held += taken["state"]
+    assert engine.publish(row) == 4
+    assert engine.cache.stats()["snapshots"] == 0
+    engine.check(row, 4)
+    engine.verify()
+    engine.arena.free("state", held)
+    assert engine.publish(row) == 4
+    assert engine.cache.stats()["snapshots"] == 1
 
 
 def test_a_lease_of_a_request_that_is_not_planned_is_free_again() -> None:
