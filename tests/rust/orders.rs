@@ -156,12 +156,12 @@ fn a_prefix_of_an_arena_is_evicted_or_leased() {
         lease.publish(&tokens, &[vec![Some(unit)]]).unwrap();
         drop(lease);
         // One wants the unit that the other finds.
-        let taker = {
+        let short = {
             let arena = Arc::clone(&arena);
             spawn(move || arena.alloc(&[1]).unwrap())
         };
         let lease = cache.match_prefix(&Namespace::Unnamed, &tokens, 1).unwrap();
-        let taken = taker.join().unwrap();
+        let taken = short.join().unwrap();
         assert_eq!(taken.is_some(), lease.is_empty().unwrap());
         cache.verify().unwrap();
         arena.verify().unwrap();

@@ -4,8 +4,16 @@
 const KERNELS: &str = "../../src/kernels";
 
 fn main() {
-    for source in ["params.cuh", "convert.cuh", "plan.cuh", "unit_plan.cuh", "plan.cu", "plan_long.cu", "rows.cu", "table.cu"]
-    {
+    for source in [
+        "params.cuh",
+        "convert.cuh",
+        "plan.cuh",
+        "unit_plan.cuh",
+        "plan.cu",
+        "plan_long.cu",
+        "rows.cu",
+        "table.cu",
+    ] {
         println!("cargo:rerun-if-changed={KERNELS}/{source}");
     }
     println!("cargo:rerun-if-changed=host.cpp");
