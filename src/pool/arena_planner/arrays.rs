@@ -143,7 +143,7 @@ pub(super) struct Lines {
 }
 
 /// What has to change in a line of a block table.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct LineChange {
     /// Entries before this one hold the units of the request.
     pub(super) from: u32,
@@ -236,7 +236,6 @@ impl PlanArrays {
                 | PlanArray::StateIndices(_)
         );
         if !is_always_written && !self.asked.contains(&array) && self.layout.place(array).is_some() {
-            // Slots of earlier plans would be of units that have changed: they are read from the written ones.
             self.write_array(batch, tables, array)?;
             self.asked.push(array);
         }
@@ -278,16 +277,19 @@ impl PlanArrays {
         Ok(())
     }
 
-    /// Returns what has to change in the line of the request at `at` of a batch.
-    pub(super) fn line_change(&self, batch: &PlannedBatch, group: usize, at: usize) -> LineChange {
-        let Some(lines) = &self.lines[group] else { return LineChange::default() };
+    /// Returns what has to change in the line of the request at `at` of a batch; `None` if nothing has.
+    pub(super) fn line_change(&self, batch: &PlannedBatch, group: usize, at: usize) -> Option<LineChange> {
+        let lines = self.lines[group].as_ref()?;
         let used = narrow(lines.table.used(at));
         if at >= batch.real {
-            return LineChange { from: 0, zeros: [0, used] };
+            return (used > 0).then_some(LineChange { from: 0, zeros: [0, used] });
         }
-        let valid = lines.table.valid(at, batch.growths[at].row, batch.generations[at]);
-        let zero_from = if valid > 0 { lines.firsts[at] } else { 0 };
-        LineChange { from: narrow(valid), zeros: [zero_from.min(used), used] }
+        let kept = batch.span(group, at).kept;
+        let from = narrow(lines.table.valid(at, batch.growths[at].row, batch.generations[at]));
+        let zero_from = if from > 0 { lines.firsts[at].min(used) } else { 0 };
+        // As in most decode steps.
+        let is_same = [from, zero_from, used] == [kept.end, kept.first, kept.end];
+        (!is_same).then_some(LineChange { from, zeros: [zero_from, used] })
     }
 
     /// Records that the line of the request at `at` of a batch was written.
@@ -316,13 +318,13 @@ impl PlanArrays {
         let Some(begin) = self.layout.groups[group].block_table else { return Ok(()) };
         let width = widen(tables.rule(group).width());
         for (at, growth) in batch.growths.iter().enumerate() {
-            let LineChange { from, zeros: [zero_from, zero_until] } = self.line_change(batch, group, at);
+            let Some(LineChange { from, zeros: [zero_from, zero_until] }) =
+                self.line_change(batch, group, at)
+            else {
+                continue;
+            };
             let entry = |position: u32| begin + (at * width + widen(position)) * size_of::<i32>();
             let kept = if at < batch.real { batch.span(group, at).kept } else { KeptUnits::default() };
-            if [from, zero_from, zero_until] == [kept.end, kept.first, kept.end] {
-                // As in most decode steps.
-                continue;
-            }
             let gaps = [[kept.sinks, kept.first], [kept.end, u32::MAX]];
             for [start, end] in gaps.map(|[start, end]| [start.max(zero_from), end.min(zero_until)]) {
                 if start < end {

@@ -15,7 +15,7 @@ use crate::memory::{Backend, Region, RegionWriter, Stream};
 use crate::pool::{ArenaLease, CacheArena, at_least_one, fits_int32};
 use crate::tensor::TensorView;
 
-use super::arrays::{ArrayLayout, PlanArrays};
+use super::arrays::{ArrayLayout, LineChange, PlanArrays};
 use super::batch::PlannedBatch;
 use super::claim::{ArenaClaim, ArenaLeaseEnd};
 use super::{ArenaPlan, ArenaPlannerConfig, PlanArray};
@@ -350,6 +350,7 @@ impl PlannerState {
             let mut kv_begin = 0;
             for (at, (growth, span)) in batch.growths.iter().zip(batch.spans(group)).enumerate() {
                 let (kept, change) = (span.kept, arrays.line_change(batch, group, at));
+                let change = change.unwrap_or(LineChange { from: kept.end, zeros: [0, 0] });
                 let sent = if at < batch.real { tables.changed(group, growth.row) } else { 0 };
                 spans.extend(
                     [
