@@ -3174,8 +3174,8 @@ class CacheArena(Pool):
     descriptions, never in units that are in use. The first slab is padding: unit 0 of every group is in it, and padded
     tokens may be written there.
 
-    Units are numbers on the host, as those of `ReqToTokenPool` are. Calls are thread-safe and atomic, and make no
-    CUDA call. The memory is zeroed at construction, on the stream that is current then; units are not zeroed again.
+    Units are numbers on the host, as those of `ReqToTokenPool` are. Calls are thread-safe and atomic, and
+    make no CUDA call, but for `copy`. The memory is zeroed at construction, on the stream that is current then; units are not zeroed again.
 
     Args:
         layout: The groups that share the arena.
@@ -3216,6 +3216,9 @@ class CacheArena(Pool):
     @property
     def granularity(self) -> int:
         """What the bytes of a slab are a multiple of."""
+    @property
+    def clears(self) -> int:
+        """How often the arena was cleared: units from before the last time are somebody else's."""
     @property
     def slabs_free(self) -> int:
         """Number of slabs that no group has."""
@@ -3564,13 +3567,15 @@ class ArenaPlanner:
     """Plans the steps of a scheduler over a `CacheArena`: one call takes the units of a whole batch in every group of the
     layout, and builds the metadata that attention and state kernels read.
 
-    A request is a row, from `alloc` to `finish`. The planner tracks how many of its tokens have units, and owns these units:
+    A request is a row, from `alloc` to `finish`. The planner tracks how many of its tokens have units, and owns these
+    units:
     `CacheArena.free` refuses them. `seq_lens` always include the new tokens; a length that does not follow from the
     request's current length is an error. A request has units of pages in the order of its tokens, and one unit of each
     group of states, from its first `extend` on; states are not zeroed.
 
     `extend` and `decode` first free the units that no new token sees: those behind the window, or of earlier chunks, of the
-    first new token, or of the last whole page if the request publishes to a prefix cache. Sinks stay. These units may be handed out by the same step: what reads them must have been enqueued
+    first new token, or of the last whole page if the request publishes to a prefix cache. Sinks stay. These units may
+    be handed out by the same step: what reads them must have been enqueued
     before, on the stream of the step or one that the stream waits for. Then they take units of all groups, or return
     `None` and take none.
 
@@ -3714,7 +3719,8 @@ class ArenaPlanner:
         Nothing is changed if the call raises.
 
         Raises:
-            ArgumentError: If the request has fewer tokens, or more and `snapshot` is set; if `token_ids` are not whole pages,
+            ArgumentError: If the request has fewer tokens, or more and `snapshot` is set; if `token_ids` are not whole
+            pages,
                 do not begin with the tokens of the lease, or one is outside of [0, 2**31).
             IndexError: If the row is beyond the planner's.
             IndexOwnershipError: If the row is not allocated.
@@ -3723,7 +3729,8 @@ class ArenaPlanner:
             DriverError: If a driver call fails, or the stream is being captured.
         """
     def truncate(self, req_pool_indices: IndicesLike, seq_lens: IndicesLike) -> None:
-        """Shrinks requests, for example by rejected tokens, and frees the units of the others. What a state has seen stays in it.
+        """Shrinks requests, for example by rejected tokens, and frees the units of the others. What a state has seen stays
+        in it.
 
         Args:
             req_pool_indices: Request rows, ints `[bs]`.
@@ -3865,7 +3872,8 @@ class GroupPlan:
     @property
     def kv_indices(self) -> torch.Tensor | None:
         """The units with entries of all requests, one request after the other, `[kv_indptr[-1]]`: sinks, then those that
-        the new tokens see, from the first new token on (FlashInfer). `None` for states, and if the planner does not
+        the new tokens see (FlashInfer); of a request that publishes to a prefix cache, those that the token behind its
+        last whole page before them sees. `None` for states, and if the planner does not
         build it.
         """
     @property

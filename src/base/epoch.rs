@@ -8,6 +8,12 @@
 pub struct Epoch(u64);
 
 impl Epoch {
+    /// Returns the number of clears before the epoch.
+    #[must_use]
+    pub const fn number(self) -> u64 {
+        self.0
+    }
+
     /// Returns the epoch that a clear begins.
     #[must_use]
     pub const fn next(self) -> Self {

@@ -236,7 +236,9 @@ impl Slabs {
     pub fn alloc_held(&mut self, wanted: &[usize]) -> Result<Option<Vec<Vec<u32>>>> {
         let taken = self.alloc(wanted)?;
         for (group, units) in taken.iter().flatten().enumerate() {
-            for run in units.chunk_by(|one, other| one + 1 == *other) {
+            let numbers = self.groups[group].units.numbers;
+            // A run ends with its slab: places do not follow one another as numbers do.
+            for run in units.chunk_by(|one, other| one + 1 == *other && one / numbers == other / numbers) {
                 let place = self.place(group, run[0]);
                 self.held.insert_run(place, run.len());
             }
@@ -334,6 +336,12 @@ impl Slabs {
         }
         let capacity = self.capacity() * widen(self.groups[group].units.units);
         on_bad_frees(bad, OnBadFree::Fail, "unit", units.len(), capacity).map(drop)
+    }
+
+    /// Returns whether a unit of a group is in use and held.
+    #[must_use]
+    pub fn is_held(&self, group: usize, unit: u32) -> bool {
+        self.reason(group, unit.into()) == Err(BadFree::OtherOwner)
     }
 
     /// Returns the number of units of planners and prefix caches.
@@ -524,10 +532,14 @@ impl Slabs {
             }
         }
         let ready: usize = self.groups.iter().map(|state| state.counts.ready).sum();
-        let is_held_free =
-            |(start, len): (usize, usize)| (start..start + len).any(|at| self.free.contains(at));
-        if self.held.runs().any(is_held_free) {
-            return Some("a unit is free and held".to_owned());
+        let is_held_badly = |place: usize| {
+            let (slab, within) = (place / self.places, place % self.places);
+            let units = self.all[slab].group.map_or(0, |group| self.groups[group].units.units);
+            within >= widen(units) || self.free.contains(place)
+        };
+        let mut held = self.held.runs().flat_map(|(start, len)| start..start + len);
+        if let Some(place) = held.find(|&place| is_held_badly(place)) {
+            return Some(format!("place {place} is held, and no unit in use"));
         }
         let is_consistent = self.empty.is_consistent() && self.free.is_consistent();
         (!is_consistent || self.free.len() != ready)

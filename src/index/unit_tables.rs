@@ -7,7 +7,7 @@ use std::fmt;
 use std::ops::Range;
 
 use crate::base::bounded::narrow;
-use crate::base::{Error, ErrorKind, Id, RequestRow, Result, try_with_capacity, try_zeros, widen};
+use crate::base::{Error, Id, RequestRow, Result, try_with_capacity, try_zeros, widen};
 use crate::layout::{Group, GroupKind};
 
 use super::{PageSize, Slabs};
@@ -29,11 +29,12 @@ pub struct UnitRule {
 }
 
 impl UnitRule {
-    /// Returns the rule of a group with pages of `page_size` tokens, for requests of up to `max_tokens` tokens. The unit
+    /// Returns the rule of a group with pages of `page_size` tokens, for requests of up to `max_tokens` tokens. The
+    /// unit
     /// of a state has `numbers` numbers.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for pages or numbers beyond int32.
+    /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for pages or numbers beyond int32.
     pub fn new(group: &Group, page_size: usize, max_tokens: u32, numbers: usize) -> Result<Self> {
         let int32 = |what: &str, number: usize| {
             i32::try_from(number).map(i32::unsigned_abs).map_err(|_| {
@@ -288,6 +289,8 @@ struct UnitRequest {
     leased: u32,
     /// Whether the request publishes to a cache.
     publishes: bool,
+    /// Whether a cache takes units of the request at this moment.
+    is_handing_over: bool,
     /// The last batch with this request.
     batch: u64,
     /// Tokens that ended when the arena was cleared; 0 if the request grew again.
@@ -296,7 +299,8 @@ struct UnitRequest {
 
 /// The units of every request in every group.
 ///
-/// A request of a group of pages has units in the order of its tokens. Those behind its window or chunk are freed when it
+/// A request of a group of pages has units in the order of its tokens. Those behind its window or chunk are freed when
+/// it
 /// grows, its sinks stay. A request has one unit of each group of states.
 ///
 /// ```
@@ -353,7 +357,7 @@ impl UnitTables {
     /// Creates requests without tokens, in `rows` rows, with a rule for each group and pages of `page_size` tokens.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`] when the host cannot allocate the tables.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the tables.
     pub fn new(rows: usize, page_size: usize, rules: Vec<UnitRule>) -> Result<Self> {
         let mut groups = try_with_capacity(rules.len())?;
         for rule in rules {
@@ -429,12 +433,14 @@ impl UnitTables {
         std::mem::replace(&mut request.batch, self.batches) == self.batches
     }
 
-    /// Returns the growth of the request at `position` of a batch from `prefix` to `seq` tokens. A new request may begin
+    /// Returns the growth of the request at `position` of a batch from `prefix` to `seq` tokens. A new request may
+    /// begin
     /// with a prefix of `leased` tokens.
     ///
     /// # Errors
-    /// [`ErrorKind::Argument`] when the request does not have `prefix` tokens, or `seq` is less;
-    /// [`ErrorKind::Stale`] if its tokens ended with a clear of the arena.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when the request does not have `prefix` tokens, or
+    /// `seq` is less;
+    /// [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) if its tokens ended with a clear of the arena.
     #[inline]
     pub fn growth(
         &self,
@@ -443,6 +449,7 @@ impl UnitTables {
         [prefix, seq]: [i64; 2],
         leased: Option<u32>,
     ) -> Result<UnitGrowth> {
+        self.check_not_handing_over(position, row)?;
         let has = self.len(row);
         let begin = leased.unwrap_or(has);
         let valid = prefix == i64::from(begin) && prefix <= seq && (leased.is_none() || has == 0);
@@ -450,6 +457,20 @@ impl UnitTables {
             Ok(seq) if valid => Ok(UnitGrowth { row, had: has, prefix: begin, seq }),
             _ => Err(self.growth_error(position, row, [prefix, seq], leased)),
         }
+    }
+
+    /// Checks that no cache takes units of the request at `position` of a batch at this moment.
+    ///
+    /// # Errors
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) if one does.
+    #[inline]
+    pub fn check_not_handing_over(&self, position: usize, row: RequestRow) -> Result<()> {
+        if !self.requests[widen(row.number())].is_handing_over {
+            return Ok(());
+        }
+        Err(Error::state(format!(
+            "request row {row} at position {position} is being published by another thread; wait for it"
+        )))
     }
 
     #[cold]
@@ -486,7 +507,8 @@ impl UnitTables {
         (cleared > 0).then(|| Error::stale(text))
     }
 
-    /// Gives a request without tokens the units of a prefix that a cache keeps, a list for each group; those of states are
+    /// Gives a request without tokens the units of a prefix that a cache keeps, a list for each group; those of states
+    /// are
     /// not of tokens. [`UnitTables::grow`] with this prefix makes it the request's, [`UnitTables::disown`] undoes it.
     pub fn adopt(&mut self, row: RequestRow, prefix: u32, cached: &[AdoptedUnits]) {
         for (table, cached) in self.groups.iter_mut().zip(cached).filter(|(table, _)| !table.rule.is_state())
@@ -504,14 +526,22 @@ impl UnitTables {
         (request.leased, request.publishes) = (prefix, true);
     }
 
-    /// Drops the cached units of a request without tokens.
-    pub fn disown(&mut self, row: RequestRow) {
+    /// Drops the cached units of a request without tokens, which publishes through an earlier lease, or not.
+    pub fn disown(&mut self, row: RequestRow, publishes: bool) {
+        let at = widen(row.number());
+        for table in self.groups.iter_mut().filter(|table| !table.rule.is_state()) {
+            (table.kept[at], table.leased[at], table.changed[at]) = (KeptUnits::default(), 0, 0);
+        }
+        (self.requests[at].leased, self.requests[at].publishes) = (0, publishes);
+    }
+
+    /// Makes a row one of a request without tokens, whose units were freed.
+    pub fn forget(&mut self, row: RequestRow) {
+        let at = widen(row.number());
         for UnitTable { kept, leased, changed, .. } in &mut self.groups {
-            let at = widen(row.number());
             (kept[at], leased[at], changed[at]) = (KeptUnits::default(), 0, 0);
         }
-        let request = &mut self.requests[widen(row.number())];
-        (request.leased, request.publishes) = (0, false);
+        self.requests[at] = UnitRequest { batch: self.requests[at].batch, ..UnitRequest::default() };
     }
 
     /// Returns the leading tokens that a cache keeps for a request.
@@ -525,7 +555,8 @@ impl UnitTables {
     /// states.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`] when the host cannot list them; nothing is changed.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot list them; nothing is
+    /// changed.
     pub fn hand_over(&mut self, row: RequestRow, tokens: u32) -> Result<Vec<Vec<Option<u32>>>> {
         let (at, from) = (widen(row.number()), self.requests[widen(row.number())].leased);
         let mut lists = try_with_capacity(self.groups.len())?;
@@ -545,7 +576,7 @@ impl UnitTables {
         for table in self.groups.iter_mut().filter(|table| !table.rule.is_state()) {
             table.leased[at] = table.leased[at].max(table.rule.tokens.page(tokens));
         }
-        self.requests[at].leased = tokens;
+        (self.requests[at].leased, self.requests[at].is_handing_over) = (tokens, true);
         Ok(lists)
     }
 
@@ -554,10 +585,12 @@ impl UnitTables {
         for table in self.groups.iter_mut().filter(|table| !table.rule.is_state()) {
             table.leased[widen(row.number())] = table.rule.tokens.page(leased);
         }
-        self.requests[widen(row.number())].leased = leased;
+        let request = &mut self.requests[widen(row.number())];
+        (request.leased, request.is_handing_over) = (leased, false);
     }
 
-    /// Puts the units of a cache, by group and position from the unit of token `from` on, in the place of those that were
+    /// Puts the units of a cache, by group and position from the unit of token `from` on, in the place of those that
+    /// were
     /// handed over up to token `to`. The cache keeps for the request what the token behind these sees, so the request
     /// drops what is behind the window of that one. Returns the first positions that changed, by group.
     pub fn replace_leased(
@@ -566,6 +599,7 @@ impl UnitTables {
         [from, to]: [u32; 2],
         units: &[Vec<Option<u32>>],
     ) -> Vec<Option<u32>> {
+        self.requests[widen(row.number())].is_handing_over = false;
         let replace = |(table, units): (&mut UnitTable, &Vec<Option<u32>>)| {
             if table.rule.is_state() {
                 return None;
@@ -590,10 +624,12 @@ impl UnitTables {
     }
 
     /// Frees the units behind the windows and chunks of a batch, then takes the units for its new tokens: of all groups
-    /// and requests, or none. A request that publishes keeps what the token behind its last whole page sees. Returns what would have been needed otherwise; what was freed stays free.
+    /// and requests, or none. A request that publishes keeps what the token behind its last whole page sees. Returns
+    /// what would have been needed otherwise; what was freed stays free.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`] when the host cannot list the units; nothing is taken.
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot list the units; nothing is
+    /// taken.
     pub fn grow(
         &mut self,
         batch: &[UnitGrowth],
@@ -655,19 +691,21 @@ impl UnitTables {
         let request = &mut self.requests[widen(row.number())];
         request.len = tokens;
         if tokens == 0 {
-            (request.leased, request.publishes, request.cleared) = (0, false, 0);
+            (request.leased, request.cleared) = (0, 0);
         }
     }
 
     /// Returns the tokens that the request at `position` of a batch is to keep, checked.
     ///
     /// # Errors
-    /// [`ErrorKind::Argument`] if it has fewer tokens, if the token after them sees some whose units were freed, or if a
-    /// cache keeps more of them; [`ErrorKind::Stale`] as in [`UnitTables::growth`].
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if it has fewer tokens, if the token after them sees
+    /// some whose units were freed, or if a
+    /// cache keeps more of them; [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) as in [`UnitTables::growth`].
     pub fn check_truncate(&self, position: usize, row: RequestRow, tokens: i64) -> Result<u32> {
         if let Some(error) = self.cleared_error(position, row) {
             return Err(error);
         }
+        self.check_not_handing_over(position, row)?;
         let UnitRequest { len, leased, .. } = self.requests[widen(row.number())];
         let refused = |text: String| {
             Err(Error::argument(format!("request row {row} at position {position} has {len} tokens {text}")))
@@ -691,7 +729,8 @@ impl UnitTables {
         Ok(tokens)
     }
 
-    /// Keeps the first `tokens` tokens of a request, which [`UnitTables::check_truncate`] has checked, and frees the units
+    /// Keeps the first `tokens` tokens of a request, which [`UnitTables::check_truncate`] has checked, and frees the
+    /// units
     /// of the others.
     pub fn truncate(&mut self, row: RequestRow, tokens: u32, slabs: &mut Slabs) {
         self.cut(row, tokens, slabs);
@@ -720,22 +759,22 @@ impl UnitTables {
         }
     }
 
-    /// Returns the first invariant that does not hold: a unit has one request, or one cache.
+    /// Checks that a unit has one request, and is held.
     ///
     /// # Errors
-    /// [`ErrorKind::State`] with it.
-    pub fn verify(&self) -> Result<()> {
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) with the first unit that does not.
+    pub fn verify(&self, slabs: &Slabs) -> Result<()> {
         for (group, table) in self.groups.iter().enumerate() {
             let mut own = Vec::new();
             for row in (0..narrow(self.requests.len())).map(RequestRow::new) {
                 let kept = table.kept[widen(row.number())];
                 if kept.sinks > kept.first || kept.first > kept.end || kept.end > table.rule.width {
-                    return Err(Error::new(
-                        ErrorKind::State,
-                        format!("request row {row} keeps {kept:?} of group {group}"),
-                    ));
+                    return Err(Error::state(format!("request row {row} keeps {kept:?} of group {group}")));
                 }
                 kept.runs().into_iter().for_each(|run| table.list(row, run, &mut own));
+            }
+            if let Some(unit) = own.iter().find(|&&unit| !slabs.is_held(group, unit)) {
+                return Err(Error::state(format!("unit {unit} of group {group} is not held")));
             }
             let count = own.len();
             own.sort_unstable();

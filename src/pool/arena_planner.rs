@@ -94,7 +94,7 @@ pub struct ArenaPlan {
 ///     arena,
 /// ).unwrap();
 /// let row = IndexVec::I64(vec![planner.alloc(1).unwrap().unwrap()[0].into()]);
-/// planner.extend(&row, &[0], &[16], &[], stream).unwrap().unwrap();
+/// planner.extend(&row, &[0], &[16], None, stream).unwrap().unwrap();
 /// let plan = planner.decode(&row, &IndexVec::I64(vec![17]), 1, None, stream).unwrap().unwrap();
 /// let units = |group| planner.array(&plan, PlanArray::KvIndices(group)).unwrap().unwrap().shape().as_slice()[0];
 /// assert_eq!((units(0), units(1)), (5, 2));
@@ -180,12 +180,14 @@ impl ArenaPlanner {
     /// Takes the units for positions `prefix..seq` of each request, in every group, and builds the metadata. Returns
     /// `None` if there are not enough: then only units behind windows and chunks were freed.
     ///
-    /// `prefixes` is empty, or has an entry for each request. A new request may begin with a lease, possibly of length 0,
+    /// `prefixes` has an entry for each request. A new request may begin with a lease, possibly of length 0,
     /// which it keeps until it is finished. Its states become copies of the lease's snapshots, on `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Argument`] for lengths that do not follow from those of the requests or their leases, and for a batch of
-    /// more requests or tokens than the planner has room for; [`ErrorKind::State`] for another request's lease; [`ErrorKind::Index`] for a row or a length beyond the tables;
+    /// [`ErrorKind::Argument`] for lengths that do not follow from those of the requests or their leases, and for a
+    /// batch of
+    /// more requests or tokens than the planner has room for; [`ErrorKind::State`] for another request's lease;
+    /// [`ErrorKind::Index`] for a row or a length beyond the tables;
     /// [`ErrorKind::IndexOwnership`] for a row that is not allocated; [`ErrorKind::Stale`] for a request whose tokens
     /// ended with a clear of the arena; [`ErrorKind::Driver`] when a driver call fails. Nothing is taken.
     ///
@@ -200,17 +202,17 @@ impl ArenaPlanner {
         rows: &IndexVec,
         prefix_lens: &[i64],
         seq_lens: &[i64],
-        prefixes: &[Option<Arc<ArenaLease>>],
+        prefixes: Option<&[Option<Arc<ArenaLease>>]>,
         stream: Stream,
     ) -> Result<Option<ArenaPlan>> {
-        if !prefixes.is_empty() && prefixes.len() != rows.len() {
-            let (rows, given) = (rows.len(), prefixes.len());
+        if prefixes.is_some_and(|prefixes| prefixes.len() != rows.len()) {
+            let (rows, given) = (rows.len(), prefixes.map_or(0, <[_]>::len));
             return Err(Error::argument(format!(
                 "a batch of {rows} rows and {given} prefixes; there must be an entry for each"
             )));
         }
         let size = [rows.len(), 0];
-        let claims = self.claim(rows, prefixes)?;
+        let claims = self.claim(rows, prefixes.unwrap_or_default())?;
         self.plan(size, &claims, stream, |state| state.extensions(rows, prefix_lens, seq_lens, &claims))
     }
 
@@ -267,6 +269,9 @@ impl ArenaPlanner {
         make_room(self.config.max_tokens, |numbers| {
             self.state.lock().executor().backpressure_event(numbers)
         })?;
+        if !claims.is_empty() {
+            self.arena.make_copy_room()?;
+        }
         loop {
             let planned = self.with(|state, discarded| {
                 let growths = growths(state)?;
@@ -297,18 +302,16 @@ impl ArenaPlanner {
     /// lease.
     ///
     /// # Errors
-    /// [`ErrorKind::State`] for a request without a lease; [`ErrorKind::Argument`] for more tokens than it has, for a
-    /// snapshot of fewer, and for tokens that are not those of the lease, as in [`ArenaLease::publish`]; those of
+    /// [`ErrorKind::State`] for a request without a lease, or that another thread publishes at this moment;
+    /// [`ErrorKind::Argument`] for fewer tokens than the lease has, for more than the request has, for a snapshot of
+    /// fewer, and for tokens that are not those of the lease, as in [`ArenaLease::publish`]; those of
     /// [`ArenaPlanner::extend`] for a row. Nothing is changed.
     ///
     /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`ErrorKind::State`]: crate::base::ErrorKind::State
     pub fn publish(&self, row: i64, tokens: &dyn Tokens, snapshot: bool, stream: Stream) -> Result<usize> {
-        let handed = self.with(|state, _| state.hand_over(row, tokens.count(), snapshot))?;
-        let mut handed = match handed {
-            Ok(handed) => handed,
-            Err(leased) => return Ok(leased),
-        };
+        self.arena.make_copy_room()?;
+        let mut handed = self.with(|state, _| state.hand_over(row, tokens.count(), snapshot))?;
         let taken = if snapshot { handed.take_snapshots(&self.arena, stream) } else { Ok(Vec::new()) };
         let published = taken.and_then(|taken| {
             let published = handed.lease.publish_held(tokens, &handed.units);
@@ -383,7 +386,7 @@ impl ArenaPlanner {
     /// # Errors
     /// [`ErrorKind::State`](crate::base::ErrorKind::State) if it is inconsistent.
     pub fn verify(&self) -> Result<()> {
-        self.with(|state, _| state.verify())
+        self.with(|state, _| state.verify(&self.arena))
     }
 }
 

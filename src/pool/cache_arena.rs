@@ -213,6 +213,12 @@ impl CacheArena {
         (owners.epoch == epoch).then(|| act(&mut owners.slabs))
     }
 
+    /// Returns how often all units were freed at once.
+    #[must_use]
+    pub fn clears(&self) -> u64 {
+        self.owners().epoch.number()
+    }
+
     /// Returns the epoch, which ends when all units are freed at once.
     pub(super) fn epoch(&self) -> Epoch {
         self.owners().epoch
@@ -292,24 +298,42 @@ impl CacheArena {
     /// [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for a target that is not in use or is a
     /// planner's or a prefix cache's, [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a source that does not exist;
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails. Nothing is copied.
-    pub fn copy(&self, group: usize, dst: Vec<i64>, src: Vec<i64>, stream: Stream) -> Result<()> {
+    pub fn copy(&self, group: usize, dst: &[i64], src: &[i64], stream: Stream) -> Result<()> {
         self.check_group(group)?;
-        self.owners().slabs.check_owned(group, &dst)?;
+        if dst.len() != src.len() {
+            let (dst, src) = (dst.len(), src.len());
+            let text = format!("{dst} destinations and {src} sources; the numbers must be equal");
+            return Err(Error::argument(text));
+        }
+        // A part is not copied after another that wrote what it reads.
+        if dst.len() > COPIED_AT_ONCE {
+            let text =
+                format!("{} units are more than the {COPIED_AT_ONCE} that are copied at once", dst.len());
+            return Err(Error::argument(text));
+        }
+        self.make_copy_room()?;
+        self.owners().slabs.check_owned(group, dst)?;
         self.copy_units(group, dst, src, stream)
     }
 
-    /// Works like [`Self::copy`], for targets of whoever calls.
-    pub(super) fn copy_units(
-        &self,
-        group: usize,
-        dst: Vec<i64>,
-        src: Vec<i64>,
-        stream: Stream,
-    ) -> Result<()> {
+    /// Waits until the device is not far behind with copies of units. The caller holds no lock.
+    ///
+    /// # Errors
+    /// See [`make_room`].
+    pub(super) fn make_copy_room(&self) -> Result<()> {
+        self.units.iter().try_for_each(|(_, executor)| {
+            make_room(2 * COPIED_AT_ONCE, |numbers| executor.backpressure_event(numbers))
+        })
+    }
+
+    /// Works like [`Self::copy`], for targets of whoever calls, who has made room; in parts, if there are many.
+    pub(super) fn copy_units(&self, group: usize, dst: &[i64], src: &[i64], stream: Stream) -> Result<()> {
         let (rows, executor) = &self.units[group];
-        make_room(dst.len() + src.len(), |numbers| executor.backpressure_event(numbers))?;
-        let [dst, src] = [dst, src].map(|units| Indices::Host(IndexVec::I64(units)));
-        executor.copy_rows(rows, &dst, &src, stream)
+        for (dst, src) in dst.chunks(COPIED_AT_ONCE).zip(src.chunks(COPIED_AT_ONCE)) {
+            let [dst, src] = [dst, src].map(|units| Indices::Host(IndexVec::I64(units.to_vec())));
+            executor.copy_rows(rows, &dst, &src, stream)?;
+        }
+        Ok(())
     }
 
     /// Takes units for a prefix cache, numbers by group, and asks those that can give units back. `None` if that is not
@@ -399,10 +423,13 @@ impl CacheArena {
     }
 }
 
+/// Units that one copy takes.
+const COPIED_AT_ONCE: usize = 1 << 13;
+
 /// Returns the whole units of a group as rows, and what copies them.
 fn copier(region: &Arc<Region>, runs: PlaneRuns) -> Result<(LayerRows, Executor)> {
-    /// Bytes of units' numbers that one copy sends to a device.
-    const RING_BYTES: usize = 64 << 10;
+    /// Bytes for the numbers of a few copies.
+    const RING_BYTES: usize = 4 * 2 * COPIED_AT_ONCE * size_of::<i32>();
     let plane = |runs: PlaneRuns| PlaneRows { runs, row: [1, runs.unit_bytes], dtype: DType::U8 };
     // All planes are in the first.
     let none = PlaneRuns { unit_step: 0, unit_bytes: 0, ..runs };

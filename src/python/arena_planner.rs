@@ -27,13 +27,15 @@ pub(super) use plan::{ArenaPlan, GroupPlan};
 /// Plans the steps of a scheduler over a `CacheArena`: one call takes the units of a whole batch in every group of the
 /// layout, and builds the metadata that attention and state kernels read.
 ///
-/// A request is a row, from `alloc` to `finish`. The planner tracks how many of its tokens have units, and owns these units:
+/// A request is a row, from `alloc` to `finish`. The planner tracks how many of its tokens have units, and owns these
+/// units:
 /// `CacheArena.free` refuses them. `seq_lens` always include the new tokens; a length that does not follow from the
 /// request's current length is an error. A request has units of pages in the order of its tokens, and one unit of each
 /// group of states, from its first `extend` on; states are not zeroed.
 ///
 /// `extend` and `decode` first free the units that no new token sees: those behind the window, or of earlier chunks, of the
-/// first new token, or of the last whole page if the request publishes to a prefix cache. Sinks stay. These units may be handed out by the same step: what reads them must have been enqueued
+/// first new token, or of the last whole page if the request publishes to a prefix cache. Sinks stay. These units may
+/// be handed out by the same step: what reads them must have been enqueued
 /// before, on the stream of the step or one that the stream waits for. Then they take units of all groups, or return
 /// `None` and take none.
 ///
@@ -170,10 +172,11 @@ impl ArenaPlanner {
     ) -> PyResult<Option<ArenaPlan>> {
         let (py, this) = (slf.py(), slf.get());
         let rows = values(py, req_pool_indices)?;
-        let prefixes = prefixes.map_or(Ok(Vec::new()), |prefixes| leases(prefixes))?;
+        let prefixes = prefixes.map(leases).transpose()?;
         let prefix_lens = values(py, prefix_lens)?.into_i64()?;
         let seq_lens = values(py, seq_lens)?.into_i64()?;
-        let plan = this.planner.extend(&rows, &prefix_lens, &seq_lens, &prefixes, this.stream(py)?)?;
+        let plan =
+            this.planner.extend(&rows, &prefix_lens, &seq_lens, prefixes.as_deref(), this.stream(py)?)?;
         Ok(plan.map(|plan| ArenaPlan::new(slf, plan)))
     }
 
@@ -215,7 +218,8 @@ impl ArenaPlanner {
         Ok(plan.map(|plan| ArenaPlan::new(slf, plan)))
     }
 
-    /// Shrinks requests, for example by rejected tokens, and frees the units of the others. What a state has seen stays in it.
+    /// Shrinks requests, for example by rejected tokens, and frees the units of the others. What a state has seen stays
+    /// in it.
     ///
     /// Args:
     ///     req_pool_indices: Request rows, ints `[bs]`.
@@ -255,7 +259,8 @@ impl ArenaPlanner {
     /// Nothing is changed if the call raises.
     ///
     /// Raises:
-    ///     ArgumentError: If the request has fewer tokens, or more and `snapshot` is set; if `token_ids` are not whole pages,
+    ///     ArgumentError: If the request has fewer tokens, or more and `snapshot` is set; if `token_ids` are not whole
+    ///     pages,
     ///         do not begin with the tokens of the lease, or one is outside of [0, 2**31).
     ///     IndexError: If the row is beyond the planner's.
     ///     IndexOwnershipError: If the row is not allocated.

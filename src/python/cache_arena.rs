@@ -29,8 +29,8 @@ use super::pool_name::PoolName;
 /// descriptions, never in units that are in use. The first slab is padding: unit 0 of every group is in it, and padded
 /// tokens may be written there.
 ///
-/// Units are numbers on the host, as those of `ReqToTokenPool` are. Calls are thread-safe and atomic, and make no
-/// CUDA call. The memory is zeroed at construction, on the stream that is current then; units are not zeroed again.
+/// Units are numbers on the host, as those of `ReqToTokenPool` are. Calls are thread-safe and atomic, and
+/// make no CUDA call, but for `copy`. The memory is zeroed at construction, on the stream that is current then; units are not zeroed again.
 ///
 /// Args:
 ///     layout: The groups that share the arena.
@@ -238,7 +238,7 @@ impl CacheArena {
         };
         let (dst, src) = (units(dst)?, units(src)?);
         let stream = current_stream(py, self.pool.device())?;
-        Ok(self.pool.copy(number, dst, src, stream)?)
+        Ok(self.pool.copy(number, &dst, &src, stream)?)
     }
 
     /// Frees all units of all groups, those of prefix caches and planners too: their leases end.
@@ -345,6 +345,12 @@ impl CacheArena {
     #[getter]
     fn granularity(&self) -> usize {
         self.pool.config().slabs.granularity
+    }
+
+    /// How often the arena was cleared: units from before the last time are somebody else's.
+    #[getter]
+    fn clears(&self) -> u64 {
+        self.pool.clears()
     }
 
     /// Number of slabs that no group has.

@@ -852,6 +852,45 @@ def test_an_arena_gives_up_prefixes_for_sequences() -> None:
     assert cache.stats()["evicted"] > 0
 
 
+def test_prompts_with_other_padding_are_apart() -> None:
+    cache, inputs = a_prefix_cache("llama"), prompts()
+    # The padding token of the second prompt, as a token.
+    whole = {"input_ids": inputs["input_ids"], "attention_mask": torch.ones_like(inputs["input_ids"])}
+    assert from_prefix("llama", cache, inputs)[0] == 0
+    found, _, output = from_prefix("llama", cache, whole)
+    assert found == 0
+    assert_same(output, in_two_steps("llama", whole, 40))
+    assert from_prefix("llama", cache, inputs)[0] == from_prefix("llama", cache, whole)[0] == 40
+
+
+def test_prefill_takes_no_beams_from_the_model() -> None:
+    cache, inputs = a_prefix_cache("llama"), dict[str, Any](prompts(1))
+    model = a_model("llama")
+    before = model.generation_config.num_beams
+    model.generation_config.num_beams = 2
+    try:
+        with ArenaCache(model, prefix_cache=cache) as arena_cache:
+            assert arena_cache.prefill(**inputs) == 0
+            assert arena_cache.num_tokens == 40
+    finally:
+        model.generation_config.num_beams = before
+
+
+def test_a_clear_of_the_arena_ends_sequences() -> None:
+    cache = an_arena_cache("llama")
+    generated("llama", prompts(), cache)
+    cache.arena.clear()
+    other = an_arena_cache("llama", arena_bytes=None, arena=cache.arena)
+    generated("llama", prompts(), other)
+    held = in_use(cache.arena)
+    with pytest.raises(StaleBufferError, match="2 sequences ended when the arena was cleared"):
+        generated("llama", prompts(), cache)
+    cache.reset()
+    cache.close()
+    assert in_use(other.arena) == held
+    assert other.arena.stats()["dropped_frees"] == 0
+
+
 def test_prefill_refuses_and_changes_nothing() -> None:
     model, inputs = a_model("llama"), dict[str, Any](prompts())
     plain = an_arena_cache("llama")
@@ -863,6 +902,10 @@ def test_prefill_refuses_and_changes_nothing() -> None:
     with ArenaCache(model, prefix_cache=cache) as arena_cache:
         with pytest.raises(StateError, match=r"began without prefill\(\)"):
             arena_cache.publish(torch.zeros(0, 0, dtype=torch.long))
+        with pytest.raises(ArgumentError, match=r"shape \[0, 4\] have no token"):
+            arena_cache.prefill(inputs["input_ids"][:0, :4])
+        with pytest.raises(ArgumentError, match="is not that of padding on the left"):
+            arena_cache.prefill(inputs["input_ids"], 1 - inputs["attention_mask"])
         arena_cache.prefill(**inputs)
         with pytest.raises(StateError, match="has 2 sequences"):
             arena_cache.prefill(**inputs)

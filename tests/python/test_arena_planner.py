@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import devices
 import pytest
-from arena_plans import LAYOUT, PLAIN, Naive, check_plan, make, numbers
+from arena_plans import LAYOUT, PAGE, PLAIN, Naive, check_plan, make, numbers
 
 import kvpool
 from kvpool import (
@@ -18,8 +18,11 @@ from kvpool import (
     ArenaPlanner,
     ArgumentError,
     CacheArena,
+    CacheLayout,
     ConfigError,
+    Group,
     IndexOwnershipError,
+    Plane,
     StaleError,
 )
 
@@ -259,6 +262,45 @@ def test_threads_share_a_planner() -> None:
     assert not failures
     planner.verify()
     assert planner.stats()["tokens"] == 8 * 60
+
+
+UNEVEN = CacheLayout(
+    [
+        Group("big", "full", [0], [Plane("k", "float32", (64,))]),
+        Group("small", "full", [1], [Plane("k", "float32", (16,))]),
+        Group("state", "state", [*range(2, 14)], [Plane("recurrent", "float32", (16, 16))]),
+    ],
+    page_size=PAGE,
+)
+"""Slabs with other numbers of units in each group, and states that are placed layer by layer."""
+
+
+def test_units_of_runs_that_cross_slabs_are_held() -> None:
+    planner = make(UNEVEN, 1 << 18)
+    assert planner.arena.slabs.by_layer("state")
+    naive = Naive(planner)
+    rows = planner.alloc(3) or []
+    for row in rows:
+        naive.begin(row)
+    lens = [32, 13, 19]
+    plan = planner.extend(rows, [0] * 3, lens)
+    for row, length in zip(rows, lens, strict=True):
+        naive.grow(row, length)
+    check_plan(planner, plan, [(row, 0, length) for row, length in zip(rows, lens, strict=True)])
+    naive.check()
+    for group in UNEVEN.groups:
+        for unit in planner.units(rows[0], group.name).values():
+            planner.arena.free(group.name, [unit])
+    naive.check()
+    planner.finish(rows)
+    assert planner.arena.stats()["available"] == planner.arena.stats()["capacity"]
+
+
+def test_slots_must_fit_int32() -> None:
+    layout = CacheLayout([Group("full", "full", [0], [Plane("k", "uint8", (1,))])], page_size=4096)
+    arena = CacheArena(layout, (2 << 30) + (64 << 20), "cpu")
+    with pytest.raises(ConfigError, match="of 4096 entries in group full needs indices beyond"):
+        ArenaPlanner(arena, 1, 4096, 1, 4096)
 
 
 # Misuse

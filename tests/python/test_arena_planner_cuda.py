@@ -137,9 +137,22 @@ def test_arrays_of_the_host_need_no_transfer_and_end_with_a_change(driver: Drive
     planner.truncate(rows[:1], [8])
     assert len(before) == 4
     assert plan.host("seq_lens").tolist() == [9, 1]
-    with pytest.raises(StaleError, match="its requests have changed"):
+    with pytest.raises(StaleError, match="the requests of plan 1 have changed"):
         plan.group("window").host("kv_indices")
     assert some(plan.group("window").kv_indices).tolist() == before
+
+
+def test_arrays_of_the_host_end_with_a_step_that_is_short(driver: Driver) -> None:
+    planner = make(PLAIN, 4096, (2, 4096, 2, 4096))
+    [row] = some(planner.alloc())
+    plan = some(planner.extend([row], [0], [20]))
+    driver.run()
+    before = some(plan.group("window").kv_indices).tolist()
+    assert planner.extend([row], [20], [4000]) is None
+    with pytest.raises(StaleError, match="the requests of plan 1 have changed"):
+        plan.group("window").host("out_cache_loc")
+    assert some(plan.group("window").kv_indices).tolist() == before
+    assert some(plan.group("window").kv_indptr).tolist() == [0, 5]
 
 
 # Failures

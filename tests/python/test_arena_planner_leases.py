@@ -153,6 +153,51 @@ def test_a_lease_that_lacks_what_the_next_token_sees_is_refused(lacks: str) -> N
     engine.verify()
 
 
+def test_a_short_step_keeps_the_state_and_the_lease_of_a_request() -> None:
+    engine = Engine(LAYOUTS["hybrid"], 1 << 13)
+    [row] = some(engine.planner.alloc())
+    first, other = engine.cache.match([]), engine.cache.match([])
+    assert engine.planner.extend([row], [0], [0], prefixes=[first]) is not None
+    state = engine.planner.units(row, "state")
+    taken = []
+    while (more := engine.arena.alloc({"full": 1})) is not None:
+        taken += more["full"]
+    assert engine.planner.extend([row], [0], [40], prefixes=[other]) is None
+    engine.verify()
+    assert engine.planner.units(row, "state") == state != {}
+    engine.arena.free("full", taken)
+    engine.tokens[row] = []
+    assert engine.grow([row], [[1, 2, 3, 4]])
+    assert engine.publish(row) == 4
+    engine.finish(row)
+    other.release()
+    engine.cache.clear()
+    assert engine.arena.group_stats("state")["in_use"] == 0
+
+
+def test_a_request_that_begins_again_publishes_its_windows() -> None:
+    layout = CacheLayout([Group("window", "window", [1], K, tokens=5)], page_size=PAGE)
+    engine = Engine(layout, 1 << 14)
+    row, _ = some(engine.begin([*range(11)], 30))
+    engine.planner.truncate([row], [0])
+    engine.tokens[row] = []
+    assert engine.grow([row], [[*range(11)]])
+    assert engine.grow([row], [[11]])
+    assert engine.publish(row) == 12
+    assert len_of(engine.cache.match([*range(12)])) == 12
+
+
+def test_a_lease_that_is_released_while_it_is_claimed_ends_with_the_claim() -> None:
+    engine = Engine(LAYOUTS["full"], 1700)
+    one, other = some(engine.planner.alloc(2))
+    assert engine.planner.extend([one], [0], [60]) is not None
+    lease = engine.cache.match([])
+    assert engine.planner.extend([other], [0], [64], prefixes=[lease]) is None
+    lease.release()
+    with pytest.raises(StaleError, match="it was released"):
+        engine.planner.extend([other], [0], [1], prefixes=[lease])
+
+
 def test_a_publication_without_room_for_a_snapshot_keeps_the_pages() -> None:
     engine = Engine(LAYOUTS["hybrid"], 1 << 12)
     row, _ = some(engine.begin([1, 2, 3, 4], 30))
@@ -210,6 +255,11 @@ MISUSE: dict[str, tuple[type[Exception], str, Callable[[Engine, ArenaLease], obj
         ),
     ),
     "publish without a lease": (StateError, "row 2 has no lease", lambda e, _: e.planner.publish(2, [])),
+    "no entries": (
+        ArgumentError,
+        "1 rows and 0 prefixes",
+        lambda e, _: e.planner.extend([2], [0], [1], prefixes=[]),
+    ),
     "publish more": (
         ArgumentError,
         "has 5 tokens with units; it cannot publish 8",
@@ -262,6 +312,8 @@ def test_other_tokens_than_those_of_the_lease_are_not_published() -> None:
     row, _ = some(engine.begin([*range(9)], 30))
     assert engine.planner.publish(row, [0, 1, 2, 3]) == 4
     before = [engine.planner.units(row, group.name) for group in engine.groups]
+    with pytest.raises(ArgumentError, match="has 4 tokens in its lease; it cannot publish the first 3"):
+        engine.planner.publish(row, [9, 9, 9])
     with pytest.raises(ArgumentError, match="differ from those of the lease at position 1"):
         engine.planner.publish(row, [0, 9, 2, 3, 4, 5, 6, 7])
     assert [engine.planner.units(row, group.name) for group in engine.groups] == before

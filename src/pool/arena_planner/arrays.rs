@@ -173,11 +173,11 @@ impl PlanArrays {
     ) -> Result<Self> {
         let mut lines = try_with_capacity(layout.groups.len())?;
         for places in &layout.groups {
-            let (batch, width) = (config.max_batch_size, rows);
+            let batch = config.max_batch_size;
             let made = places.block_table.map(|_| {
                 let mut firsts = try_with_capacity(batch)?;
                 firsts.resize(batch, 0);
-                Ok(Lines { table: BlockTable::new(batch, width)?, firsts })
+                Ok(Lines { table: BlockTable::new(batch, rows)?, firsts })
             });
             lines.push(made.transpose()?);
         }

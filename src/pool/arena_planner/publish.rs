@@ -43,8 +43,8 @@ impl HandedOver {
             if units.is_empty() {
                 continue;
             }
-            let targets = units.iter().map(|&unit| i64::from(unit)).collect();
-            if let Err(failure) = arena.copy_units(group, targets, states.clone(), stream) {
+            let targets: Vec<i64> = units.iter().map(|&unit| i64::from(unit)).collect();
+            if let Err(failure) = arena.copy_units(group, &targets, states, stream) {
                 self.free(arena, &taken);
                 return Err(failure);
             }
@@ -65,18 +65,14 @@ impl HandedOver {
 }
 
 impl PlannerState {
-    /// Takes the units of the first `tokens` tokens behind its lease from a request. Returns `None` if the lease has them
-    /// already.
+    /// Takes the units of the first `tokens` tokens behind its lease from a request, which cannot grow or shrink until
+    /// [`Self::record_published`] or [`Self::take_back`].
     ///
     /// # Errors
-    /// [`ErrorKind::State`](crate::base::ErrorKind::State) for a request without a lease;
-    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for more tokens than it has, and for a snapshot of fewer.
-    pub(super) fn hand_over(
-        &mut self,
-        row: i64,
-        tokens: usize,
-        snapshot: bool,
-    ) -> Result<std::result::Result<HandedOver, usize>> {
+    /// [`ErrorKind::State`](crate::base::ErrorKind::State) for a request without a lease, or that another thread
+    /// publishes; [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for fewer tokens than the lease has, for more
+    /// than the request has, and for a snapshot of fewer.
+    pub(super) fn hand_over(&mut self, row: i64, tokens: usize, snapshot: bool) -> Result<HandedOver> {
         let row = self.resolve(&IndexVec::I64(vec![row]))?[0];
         if let Some(error) = self.tables.cleared_error(0, row) {
             return Err(error);
@@ -95,8 +91,11 @@ impl PlannerState {
             )));
         }
         if tokens < widen(leased) {
-            return Ok(Err(widen(leased)));
+            return Err(Error::argument(format!(
+                "request row {row} has {leased} tokens in its lease; it cannot publish the first {tokens}"
+            )));
         }
+        self.tables.check_not_handing_over(0, row)?;
         let mut states = try_with_capacity(self.tables.groups())?;
         for group in 0..self.tables.groups() {
             let is_wanted = snapshot && self.tables.rule(group).is_state();
@@ -106,7 +105,7 @@ impl PlannerState {
         let tokens = narrow(tokens);
         let units = self.tables.hand_over(row, tokens)?;
         let (generation, epoch) = (self.rows.generation(row), self.epoch);
-        Ok(Ok(HandedOver { row, generation, epoch, lease, leased, tokens, units, states }))
+        Ok(HandedOver { row, generation, epoch, lease, leased, tokens, units, states })
     }
 
     /// Returns whether the request that gave units up is still there.
@@ -127,7 +126,7 @@ impl PlannerState {
                 lines.table.truncate(handed.row, widen(*changed));
             }
         }
-        self.changes += u64::from(changed.iter().any(Option::is_some));
+        self.changes += 1;
     }
 
     /// Gives units back to the request that gave them up, or to the arena if it is gone.

@@ -66,6 +66,12 @@ impl PlannerState {
             UnitRule::new(declared, layout.page_size(), most, arena.numbers_of_unit(group))
         });
         let tables = UnitTables::new(widen(rows), layout.page_size(), rules.collect::<Result<_>>()?)?;
+        for (group, declared) in layout.groups().iter().enumerate() {
+            let units = arena.slabs().unit_runs(group).units;
+            let entries = declared.unit_entries(layout.page_size());
+            let what = format!("{units} units of {entries} entries in group {}", declared.name());
+            fits_int32(&what, units.checked_mul(entries))?;
+        }
         let on_device = backend.device() != Device::Cpu;
         let places = ArrayLayout::new(&config, &tables, widen(rows), on_device)?;
         let memory = RegionWriter::new(Region::new(Arc::clone(backend), places.bytes)?);
@@ -234,7 +240,11 @@ impl PlannerState {
         }
         let grown = arena.in_epoch(self.epoch, |slabs| self.tables.grow(&growths, slabs)).transpose();
         if !matches!(grown, Ok(Some(Ok(())))) {
-            claimed(&growths, claims).for_each(|(growth, _)| self.tables.disown(growth.row));
+            for (growth, _) in claimed(&growths, claims) {
+                self.tables.disown(growth.row, self.leases[widen(growth.row.number())].is_some());
+            }
+            // What lies behind windows may be free now.
+            self.changes += 1;
         }
         match grown? {
             None => return Ok(Err(NotPlanned::Cleared)),
@@ -253,6 +263,9 @@ impl PlannerState {
         if let Err(failure) = written {
             // After a clear there is nothing to undo.
             let _ = arena.in_epoch(self.epoch, |slabs| tables.shrink(grown, slabs));
+            for (growth, _) in claimed(grown, claims) {
+                tables.disown(growth.row, leases[widen(growth.row.number())].is_some());
+            }
             self.arrays.forget_lines(&self.tables);
             return Err(failure);
         }
@@ -279,7 +292,7 @@ impl PlannerState {
                 dst.extend(self.tables.line(group, growth.row).iter().map(|&unit| i64::from(unit)));
             }
             if !dst.is_empty() {
-                arena.copy_units(group, dst, src, stream)?;
+                arena.copy_units(group, &dst, &src, stream)?;
             }
         }
         Ok(())
@@ -453,7 +466,10 @@ impl PlannerState {
                 discarded.add(Arc::new(ArenaLeaseEnd(lease)));
             }
         }
-        self.cut(arena, resolved.into_iter().map(|row| (row, 0)));
+        self.cut(arena, resolved.iter().map(|row| (*row, 0)));
+        for row in &resolved {
+            self.tables.forget(*row);
+        }
         // Each row was checked to be allocated.
         let (_, bad) = self.rows.free(rows, OnBadFree::Report)?;
         debug_assert_eq!(bad.dropped(), 0, "rows were checked");
@@ -506,14 +522,15 @@ impl PlannerState {
         if is_current {
             return Ok(());
         }
-        Err(Error::new(
-            ErrorKind::Stale,
+        let text = if plan.number == self.plans {
+            format!("the requests of plan {} have changed; take its arrays of units before", plan.number)
+        } else {
             format!(
-                "plan {} is not the last any more: its arrays were overwritten by plan {}, or its requests have \
-                 changed; take them before",
+                "plan {} is not the last any more: its arrays were overwritten by plan {}; take them before",
                 plan.number, self.plans
-            ),
-        ))
+            )
+        };
+        Err(Error::new(ErrorKind::Stale, text))
     }
 
     /// Returns the tokens of a request that have units.
@@ -541,8 +558,8 @@ impl PlannerState {
     }
 
     /// Checks the bookkeeping.
-    pub(super) fn verify(&self) -> Result<()> {
-        self.tables.verify()
+    pub(super) fn verify(&self, arena: &CacheArena) -> Result<()> {
+        arena.in_epoch(self.epoch, |slabs| self.tables.verify(slabs)).unwrap_or(Ok(()))
     }
 }
 

@@ -2,9 +2,8 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::base::lock_order::{LockRank, RankedMutex};
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{Epoch, Error, ErrorKind, Result};
 use crate::cache::{GroupHold, GroupPublication, LeasedUnits, Namespace, Tokens};
 use crate::index::BadFrees;
@@ -32,10 +31,18 @@ pub struct ArenaLease {
     namespace: Namespace,
     /// The epoch of the arena in which it was made.
     epoch: Epoch,
+    state: RankedMutex<ArenaLeaseState>,
+}
+
+/// What a lease holds, and for whom.
+#[derive(Debug)]
+struct ArenaLeaseState {
     /// `None` once it is released.
-    hold: RankedMutex<Option<GroupHold>>,
+    hold: Option<GroupHold>,
     /// Whether a request of a planner has it, which releases it.
-    is_bound: AtomicBool,
+    is_bound: bool,
+    /// Whether its user has released it meanwhile.
+    is_given_up: bool,
 }
 
 /// Who owns the units of a publication before it.
@@ -54,13 +61,8 @@ impl ArenaLease {
         epoch: Epoch,
         namespace: Namespace,
     ) -> Self {
-        Self {
-            core: Arc::clone(core),
-            namespace,
-            epoch,
-            hold: RankedMutex::new(LockRank::Lease, Some(hold)),
-            is_bound: AtomicBool::new(false),
-        }
+        let state = ArenaLeaseState { hold: Some(hold), is_bound: false, is_given_up: false };
+        Self { core: Arc::clone(core), namespace, epoch, state: RankedMutex::new(LockRank::Lease, state) }
     }
 
     /// Returns the arena of the units.
@@ -131,11 +133,6 @@ impl ArenaLease {
     /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`ErrorKind::IndexOwnership`]: crate::base::ErrorKind::IndexOwnership
     pub fn publish(&self, tokens: &dyn Tokens, units: &[Vec<Option<u32>>]) -> Result<ArenaPublished> {
-        if self.is_bound.load(Ordering::Acquire) {
-            return Err(Error::state(
-                "the lease is a planner's request's, which publishes through its planner",
-            ));
-        }
         self.publish_of(Owner::User, tokens, units)
     }
 
@@ -160,7 +157,11 @@ impl ArenaLease {
         units: &[Vec<Option<u32>>],
     ) -> Result<ArenaPublished> {
         let arena = &self.core.arena;
-        self.with(|cache, hold| {
+        self.with_bound(|cache, hold, is_bound| {
+            if is_bound && owner == Owner::User {
+                let text = "the lease is a planner's request's, which publishes through its planner";
+                return Err(Error::state(text));
+            }
             let mut plan = cache.groups.plan(hold, &GroupPublication { tokens, units })?;
             cache.groups.check_prefix(hold, tokens)?;
             let handed_over = arena.in_epoch(self.epoch, |slabs| {
@@ -187,9 +188,12 @@ impl ArenaLease {
     /// Ends the lease. Later calls of it fail; a second release does nothing. The lease of a planner's request ends with
     /// the request, and not before.
     pub fn release(&self) {
-        if !self.is_bound.load(Ordering::Acquire) {
-            self.end();
+        let mut state = self.state.lock();
+        if state.is_bound {
+            state.is_given_up = true;
+            return;
         }
+        self.end_of(state);
     }
 
     /// Returns the epoch of the arena in which it was made.
@@ -202,7 +206,7 @@ impl ArenaLease {
     /// # Errors
     /// [`ErrorKind::State`] if another has it.
     pub(in crate::pool) fn bind(&self) -> Result<()> {
-        if self.is_bound.swap(true, Ordering::AcqRel) {
+        if std::mem::replace(&mut self.state.lock().is_bound, true) {
             return Err(Error::state("the lease is another request's; match the prefix again"));
         }
         Ok(())
@@ -210,12 +214,21 @@ impl ArenaLease {
 
     /// Undoes [`Self::bind`]: the request was not planned.
     pub(in crate::pool) fn unbind(&self) {
-        self.is_bound.store(false, Ordering::Release);
+        let mut state = self.state.lock();
+        state.is_bound = false;
+        if state.is_given_up {
+            self.end_of(state);
+        }
     }
 
     /// Ends the lease of a planner's request.
     pub(in crate::pool) fn end(&self) {
-        let Some(hold) = self.hold.lock().take() else { return };
+        self.end_of(self.state.lock());
+    }
+
+    fn end_of(&self, mut state: RankedGuard<'_, ArenaLeaseState>) {
+        let Some(hold) = state.hold.take() else { return };
+        drop(state);
         if let Some(mut cache) = self.core.at(self.epoch) {
             let freed = cache.groups.release(hold);
             self.core.free(&cache, &freed);
@@ -224,10 +237,19 @@ impl ArenaLease {
 
     /// Calls `work` with what the cache keeps and with what the lease holds, under their locks.
     fn with<R>(&self, work: impl FnOnce(&mut ArenaCacheState, &mut GroupHold) -> Result<R>) -> Result<R> {
-        let mut guard = self.hold.lock();
-        let hold = guard.as_mut().ok_or_else(|| stale_error("it was released"))?;
+        self.with_bound(|cache, hold, _| work(cache, hold))
+    }
+
+    /// Works like [`Self::with`], and tells `work` whether a request of a planner has the lease.
+    fn with_bound<R>(
+        &self,
+        work: impl FnOnce(&mut ArenaCacheState, &mut GroupHold, bool) -> Result<R>,
+    ) -> Result<R> {
+        let mut state = self.state.lock();
+        let is_bound = state.is_bound;
+        let hold = state.hold.as_mut().ok_or_else(|| stale_error("it was released"))?;
         let mut cache = self.core.at(self.epoch).ok_or_else(cleared_error)?;
-        work(&mut cache, hold)
+        work(&mut cache, hold, is_bound)
     }
 }
 

@@ -244,7 +244,8 @@ arrays! {
         /// states.
         kv_indptr: KvIndptr,
         /// The units with entries of all requests, one request after the other, `[kv_indptr[-1]]`: sinks, then those that
-        /// the new tokens see, from the first new token on (FlashInfer). `None` for states, and if the planner does not
+        /// the new tokens see (FlashInfer); of a request that publishes to a prefix cache, those that the token behind its
+        /// last whole page before them sees. `None` for states, and if the planner does not
         /// build it.
         kv_indices: KvIndices,
         /// Entries in the last unit of each request, `[B]`; 0 for a request without entries (FlashInfer). `None` for states.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvpool._kvpool import ArenaLease, ArenaPrefixCache
-    from kvpool.typing import DeviceLike
+    from kvpool.typing import DeviceLike, Namespace
 
 __all__ = ["ArenaCache"]
 
@@ -137,7 +137,7 @@ class ArenaCache(Cache, Closing):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
-        namespace: str | bytes | int | None = None,
+        namespace: Namespace = None,
     ) -> int:
         """Begin sequences with what is cached of their prompts; compute and publish their other whole pages.
 
@@ -156,6 +156,7 @@ class ArenaCache(Cache, Closing):
             The number of tokens of each prompt that were cached.
 
         Raises:
+            ArgumentError: If there is no token, or a mask is not that of padding on the left.
             StateError: If there is no prefix cache, or there are sequences already.
             StaleError: If the cache is closed.
             OutOfMemoryError: If there are not enough units. The cache is empty then.
@@ -163,9 +164,12 @@ class ArenaCache(Cache, Closing):
         model = self._model()
         if self._prefix_cache is None or model is None:
             raise StateError("prefill() needs a prefix_cache, and a model that still exists")
+        if input_ids.ndim != 2 or not input_ids.numel():  # noqa: PLR2004 - sequences of tokens
+            raise ArgumentError(f"input_ids of the shape {[*input_ids.shape]} have no token of a sequence")
         page, prompts = self.arena.layout.page_size, input_ids.tolist()
         whole = (input_ids.shape[1] - 1) // page * page
-        leases = matched(self._prefix_cache, prompts, whole, namespace)
+        namespaces = [padded(namespace, count) for count in paddings(input_ids, attention_mask)]
+        leases = matched(self._prefix_cache, prompts, whole, namespaces)
         found = leases[0].length
         try:
             self._batch.begin(leases, [prompt[:found] for prompt in prompts])
@@ -182,7 +186,8 @@ class ArenaCache(Cache, Closing):
                 first = found if all(self.is_linear) else 0
                 mask = None if attention_mask is None else attention_mask[:, first:whole]
                 options = {cache_argument(model): self, "attention_mask": mask}
-                model.generate(input_ids[:, first:whole], max_new_tokens=1, do_sample=False, **options)
+                once = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
+                model.generate(input_ids[:, first:whole], **once, **options)
                 self._batch.publish(prompts)
         except BaseException:
             self.reset()
@@ -298,12 +303,35 @@ class ArenaCache(Cache, Closing):
         )
 
 
+def paddings(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
+    """Return the number of tokens that pad each prompt on the left."""
+    if mask is None:
+        return [0] * len(input_ids)
+    counts = (mask == 0).sum(dim=1)
+    expected = torch.arange(input_ids.shape[1], device=mask.device) >= counts[:, None]
+    if mask.shape != input_ids.shape or not torch.equal(mask != 0, expected):
+        raise ArgumentError(
+            f"a mask of the shape {[*mask.shape]} for input_ids of the shape {[*input_ids.shape]} is not "
+            "that of padding on the left"
+        )
+    found: list[int] = counts.tolist()
+    return found
+
+
+def padded(namespace: Namespace, count: int) -> Namespace:
+    """Return the namespace of prompts with so much padding, which keys and values depend on."""
+    return namespace if count == 0 else f"{count} tokens of padding, {namespace!r}"
+
+
 def matched(
-    cache: ArenaPrefixCache, prompts: list[list[int]], whole: int, namespace: str | bytes | int | None
+    cache: ArenaPrefixCache, prompts: list[list[int]], whole: int, namespaces: list[Namespace]
 ) -> list[ArenaLease]:
     """Return leases of one length, of up to `whole` tokens, for prompts of one length."""
     while True:
-        leases = [cache.match(prompt, max_tokens=whole, namespace=namespace) for prompt in prompts]
+        leases = [
+            cache.match(prompt, max_tokens=whole, namespace=namespace)
+            for prompt, namespace in zip(prompts, namespaces, strict=True)
+        ]
         lengths = {lease.length for lease in leases}
         if len(lengths) == 1:
             return leases

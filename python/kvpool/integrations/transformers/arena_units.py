@@ -264,6 +264,7 @@ class Batch:
         self._earlier: list[ArenaLease] = []
         self.closed = False
         self._arena = arena
+        self._clears = arena.clears
 
     def extend(self, n: int, length: int, new: int) -> None:
         """Take what `n` sequences of `length` tokens need for `new` ones: of all groups or none."""
@@ -271,6 +272,7 @@ class Batch:
             self.late()
         if self.closed:
             raise StaleError("the cache is closed")
+        self._notice_clear()
         if self.n not in {0, n}:
             raise StateError(f"the batch has {n} sequences, the cache {self.n}: reset() it")
         if length == self.length:
@@ -291,10 +293,19 @@ class Batch:
                 states.add(taken[states.group.name])
             self.n, self.length = n, after
 
+    def _notice_clear(self) -> None:
+        """Refuse to go on with sequences whose units ended when the arena was cleared."""
+        if self._arena.clears != self._clears:
+            had = self.n
+            self.release()
+            if had:
+                raise StaleError(f"the {had} sequences ended when the arena was cleared: reset() the cache")
+
     def begin(self, leases: list[ArenaLease], prefixes: list[list[int]]) -> None:
         """Begin sequences with leases of tokens, as many each."""
         if self.closed:
             raise StaleError("the cache is closed")
+        self._notice_clear()
         if self.n:
             raise StateError(f"the cache has {self.n} sequences: reset() it")
         taken = self._take(
@@ -304,9 +315,12 @@ class Batch:
             states.add(taken[states.group.name])
         self.n, self.leases, self.prefixes = len(leases), leases, prefixes
         self.base = self.length = length = len(prefixes[0])
-        if length:
-            for group in self._groups:
+        try:
+            for group in self._groups if length else []:
                 group.adopt(leases, length)
+        except BaseException:
+            self.release()
+            raise
 
     def publish(self, token_ids: list[list[int]]) -> int:
         """Publish the whole pages of all sequences, with snapshots where the states are at their end."""
@@ -323,7 +337,14 @@ class Batch:
                     f"token_ids of sequence {sequence} do not begin with its {len(before)} published tokens, "
                     "or are not in [0, 2**31)"
                 )
-        published = [self._publish(sequence, prefix) for sequence, prefix in enumerate(prefixes)]
+        published: list[dict[str, list[int | None]]] = []
+        try:
+            published.extend(self._publish(sequence, prefix) for sequence, prefix in enumerate(prefixes))
+        except BaseException:
+            if published:
+                # Some sequences go on with units of the cache, and others do not.
+                self.release()
+            raise
         for pages in self.pages:
             pages.settle([units[pages.group.name] for units in published], self.length)
         self.prefixes = prefixes
@@ -342,7 +363,7 @@ class Batch:
                 units[name] = states.snapshot(sequence, taken[name])
             return self.leases[sequence].publish(prefix, units)
         except BaseException:
-            for name, numbers in taken.items():
+            for name, numbers in taken.items() if self._arena.clears == self._clears else []:
                 self._arena.free(name, numbers)
             raise
 
@@ -420,9 +441,13 @@ class Batch:
         self.n = len(indices)
 
     def release(self) -> None:
-        """Free all units."""
+        """Free all units, unless the arena was cleared: then they are others'."""
         self.n = self.base = self.length = 0
         self.late = None
+        if self._arena.clears != self._clears:
+            self._clears = self._arena.clears
+            for group in self._groups:
+                group.units.clear()
         for group in self._groups:
             group.release()
         for lease in (*self.leases, *self._earlier):
