@@ -143,7 +143,7 @@ def test_arrays_of_the_host_need_no_transfer_and_end_with_a_change(driver: Drive
 
 
 def test_arrays_of_the_host_end_with_a_step_that_is_short(driver: Driver) -> None:
-    planner = make(PLAIN, 4096, (2, 4096, 2, 4096))
+    planner = make(PLAIN, 1 << 14, (2, 4096, 2, 4096))
     [row] = some(planner.alloc())
     plan = some(planner.extend([row], [0], [20]))
     driver.run()
