@@ -310,8 +310,8 @@ class Tensor:
 class Pool:
     """The base class of every pool: a name, statistics (`stats()`), and the owners of its units.
 
-    Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
-    `CacheArena`, `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache`, `ArenaPrefixCache` and `HostTier`.
+    Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`, `CacheArena`,
+    `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache`, `ArenaPrefixCache` and `HostTier`.
 
     A pool cannot be pickled or copied: `pickle` and `copy` raise `TypeError`. `KVPool`,
     `TokenToKVPoolAllocator` and `ReqToTokenPool` can be base classes of Python classes. As with `tuple`,
@@ -3174,8 +3174,9 @@ class CacheArena(Pool):
     descriptions, never in units that are in use. The first slab is padding: unit 0 of every group is in it, and padded
     tokens may be written there.
 
-    Units are numbers on the host, as those of `ReqToTokenPool` are. Calls are thread-safe and atomic, and
-    make no CUDA call, but for `copy`. The memory is zeroed at construction, on the stream that is current then; units are not zeroed again.
+    Units are numbers on the host, as those of `ReqToTokenPool` are. Calls are thread-safe and atomic, and make no CUDA
+    call, but for `copy`. The memory is zeroed at construction, on the stream that is current then; units are not zeroed
+    again.
 
     Args:
         layout: The groups that share the arena.
@@ -3254,8 +3255,8 @@ class CacheArena(Pool):
             IndexOwnershipError: If the arena is strict and a number is not in use, or named twice. Nothing is changed.
         """
     def copy(self, group: str, dst: IndicesLike, src: IndicesLike) -> None:
-        """Copies whole units of a group, `src[i]` to `dst[i]`, as if all were read before any is written: the state of a request
-        to a snapshot, say. On a GPU it is one launch on the current stream.
+        """Copies whole units of a group, `src[i]` to `dst[i]`, as if all were read before any is written: the state of a
+        request to a snapshot, say. On a GPU it is one launch on the current stream.
 
         Nothing is copied if the call raises.
 
@@ -3322,19 +3323,21 @@ class ArenaPrefixCache(Pool):
     compute them again: the prefix cache of a `CacheArena`, for every group of its layout.
 
     A prefix is found up to the last page at which every group can go on: full groups have all units, windows those that
-    the next token sees, chunks those of the current chunk, both their sinks, and states a snapshot exactly there. Entries
-    of several tokens need not be whole at that page if the layout has a state, which knows the rest.
+    the next token sees, chunks those of the current chunk, both their sinks, and states a snapshot exactly there.
+    Entries of several tokens need not be whole at that page if the layout has a state, which knows the rest.
 
-    The cache owns units of the arena, from their publication to their eviction; requests hold leases. A lease locks what
-    a request needs to go on, and not what is behind a window. A call of the arena that is short of units evicts what is
-    worth least: units of windows that nothing needs, snapshots, ends of prefixes in the order of the policy. If all that
-    would not suffice, it evicts nothing and fails. Freeing a cached unit through the arena is an invalid free.
+    The cache owns units of the arena, from their publication to their eviction; requests hold leases. A lease locks
+    what a request needs to go on, and not what is behind a window. A call of the arena that is short of units evicts
+    what is worth least: units of windows that nothing needs, snapshots, ends of prefixes in the order of the policy. If
+    all that would not suffice, it evicts nothing and fails. Freeing a cached unit through the arena is an invalid free.
 
-    Token ids are ints in `[0, 2**31)`, as those of `PrefixCache`. Prefixes are compared token by token, never by a hash. A
-    namespace (a str, bytes or an int, such as an adapter or a tenant) keeps prefixes apart: two namespaces share nothing.
+    Token ids are ints in `[0, 2**31)`, as those of `PrefixCache`. Prefixes are compared token by token, never by a
+    hash. A namespace (a str, bytes or an int, such as an adapter or a tenant) keeps prefixes apart: two namespaces
+    share nothing.
 
     All calls are atomic and thread-safe, and make no CUDA call. Clearing the arena empties the cache. On a GPU, publish
-    when the work that writes the units is enqueued on the current stream: prefixes are valid in the order of that stream.
+    when the work that writes the units is enqueued on the current stream: prefixes are valid in the order of that
+    stream.
 
     Args:
         arena: The arena of the units.
@@ -3367,8 +3370,8 @@ class ArenaPrefixCache(Pool):
         max_tokens: SupportsIndex | None = None,
         namespace: Namespace = None,
     ) -> ArenaLease:
-        """Leases the longest cached prefix at which every group can go on. What was found counts as used. A miss is a lease
-        of length 0, through which the request publishes what it computes.
+        """Leases the longest cached prefix at which every group can go on. What was found counts as used. A miss is a
+        lease of length 0, through which the request publishes what it computes.
 
         Args:
             token_ids: Token ids of the prompt.
@@ -3476,8 +3479,8 @@ class ArenaLease:
     def closed(self) -> bool:
         """Whether the lease was released, or the arena was cleared."""
     def units(self, group: str) -> LeasedUnits:
-        """Returns the units of a group that a request needs to go on behind the prefix; of a state, the snapshot at its end,
-        from which the request copies: the cache owns it and does not change it.
+        """Returns the units of a group that a request needs to go on behind the prefix; of a state, the snapshot at its
+        end, from which the request copies: the cache owns it and does not change it.
 
         Raises:
             ArgumentError: If there is no such group.
@@ -3486,34 +3489,36 @@ class ArenaLease:
     def publish(self, token_ids: IndicesLike, units: dict[str, Any]) -> dict[str, list[Any]]:
         """Publishes what the request has computed since: its units become the cache's, and the lease grows over them.
 
-        Units of tokens that another request has published in between are not kept twice: the caller's are freed, and the
-        request continues with those that the call returns. What the cache lacks for such tokens, a unit of a window or a
-        snapshot, it takes.
+        Units of tokens that another request has published in between are not kept twice: the caller's are freed, and
+        the request continues with those that the call returns. What the cache lacks for such tokens, a unit of a window
+        or a snapshot, it takes.
 
         Args:
             token_ids: Token ids of the whole prefix, from the first one on, in whole pages.
-            units: The units by the name of the group, as `CacheArena.alloc` gives them; the caller's ownership passes to
-                the cache. Of a group of pages, one for each position from that of the lease's end on, without one that is
-                not full at the end of the tokens, and `None` for those that the request has given up behind a window. Of
-                states, a snapshot of the state behind the last token, or nothing; of all states or none.
+            units: The units by the name of the group, as `CacheArena.alloc` gives them; the caller's ownership passes
+                to the cache. Of a group of pages, one for each position from that of the lease's end on, without one
+                that is not full at the end of the tokens, and `None` for those that the request has given up behind a
+                window. Of states, a snapshot of the state behind the last token, or nothing; of all states or none.
 
         Returns:
-            The cache's units for the same positions, by the name of the group. `None` for a unit that neither had; an empty
-            list for a state without a snapshot.
+            The cache's units for the same positions, by the name of the group. `None` for a unit that neither had; an
+            empty list for a state without a snapshot.
 
         Nothing is changed if the call raises.
 
         Raises:
-            ArgumentError: If `token_ids` are not whole pages, do not begin with the tokens of the lease, or one is outside
-                of [0, 2**31); if there is no such group; if units are too few or too many, or one is `None` that a prefix
-                always has or that a request needs to go on behind a snapshot.
+            ArgumentError: If `token_ids` are not whole pages, do not begin with the tokens of the lease, or one is
+                outside of [0, 2**31); if there is no such group; if units are too few or too many, or one is `None`
+                that a prefix always has or that a request needs to go on behind a snapshot.
             IndexOwnershipError: If a unit is not in use, listed twice, or owned by a cache or a planner.
             StaleError: If the lease was released, or the arena was cleared.
             StateError: If a request of an `ArenaPlanner` has the lease: it publishes by `ArenaPlanner.publish`.
             TypeError: If a unit is not an int or `None`.
         """
     def release(self) -> None:
-        """Ends the lease. Does nothing if it has ended, and if a request of an `ArenaPlanner` has it: it ends with the request."""
+        """Ends the lease. Does nothing if it has ended, and if a request of an `ArenaPlanner` has it: it ends with the
+        request.
+        """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
@@ -3548,8 +3553,8 @@ class GroupReport:
         """The longest prefix, in tokens, at which the group could go on."""
     @property
     def missing(self) -> tuple[int, int] | None:
-        """The first and one past the last token of the units that are missing to go on where the known tokens end, or of the
-        tokens behind them; `None` if none is.
+        """The first and one past the last token of the units that are missing to go on where the known tokens end, or of
+        the tokens behind them; `None` if none is.
         """
     @property
     def reason(
@@ -3568,20 +3573,18 @@ class ArenaPlanner:
     layout, and builds the metadata that attention and state kernels read.
 
     A request is a row, from `alloc` to `finish`. The planner tracks how many of its tokens have units, and owns these
-    units:
-    `CacheArena.free` refuses them. `seq_lens` always include the new tokens; a length that does not follow from the
-    request's current length is an error. A request has units of pages in the order of its tokens, and one unit of each
-    group of states, from its first `extend` on; states are not zeroed.
+    units: `CacheArena.free` refuses them. `seq_lens` always include the new tokens; a length that does not follow from
+    the request's current length is an error. A request has units of pages in the order of its tokens, and one unit of
+    each group of states, from its first `extend` on; states are not zeroed.
 
-    `extend` and `decode` first free the units that no new token sees: those behind the window, or of earlier chunks, of the
-    first new token, or of the last whole page if the request publishes to a prefix cache. Sinks stay. These units may
-    be handed out by the same step: what reads them must have been enqueued
-    before, on the stream of the step or one that the stream waits for. Then they take units of all groups, or return
-    `None` and take none.
+    `extend` and `decode` first free the units that no new token sees: those behind the window, or of earlier chunks, of
+    the first new token, or of the last whole page if the request publishes to a prefix cache. Sinks stay. These units
+    may be handed out by the same step: what reads them must have been enqueued before, on the stream of the step or one
+    that the stream waits for. Then they take units of all groups, or return `None` and take none.
 
-    A step is one pass on the host. On a GPU it is one launch on the current stream, preceded by a copy to the device if it
-    has more numbers than a launch takes. It waits only if the host is many large steps ahead. All calls are atomic and
-    thread-safe.
+    A step is one pass on the host. On a GPU it is one launch on the current stream, preceded by a copy to the device if
+    it has more numbers than a launch takes. It waits only if the host is many large steps ahead. All calls are atomic
+    and thread-safe.
 
     Args:
         arena: The arena of the units. The arrays are on its device.
@@ -3653,21 +3656,22 @@ class ArenaPlanner:
             req_pool_indices: Request rows, ints `[bs]`.
             prefix_lens: Tokens that each request has now, ints `[bs]`.
             seq_lens: Tokens that each request will have, ints `[bs]`.
-            prefixes: `None`, or a sequence with one entry per request, each `None` or the `ArenaLease` of a new request,
-                as long as its prefix and possibly of length 0. The request keeps the lease, publishes through it, and
-                releases it in `finish`. Its states become copies of the lease's snapshot, in stream order. A lease is for
-                one request; with later chunks pass `None` or the same lease again.
+            prefixes: `None`, or a sequence with one entry per request, each `None` or the `ArenaLease` of a new
+                request, as long as its prefix and possibly of length 0. The request keeps the lease, publishes through
+                it, and releases it in `finish`. Its states become copies of the lease's snapshot, in stream order. A
+                lease is for one request; with later chunks pass `None` or the same lease again.
 
         Returns:
             An `ArenaPlan`, or `None` if a group is short of units: then nothing is taken.
 
         Raises:
-            ArgumentError: If the arguments differ in length, a length does not follow from the request's current length or
-                its lease, a row is listed twice, a lease is of another arena, or the batch exceeds the planner's limits.
+            ArgumentError: If the arguments differ in length, a length does not follow from the request's current length
+                or its lease, a row is listed twice, a lease is of another arena, or the batch exceeds the planner's
+                limits.
             IndexError: If a row or a length is beyond the planner's.
             IndexOwnershipError: If a row is not allocated.
-            StaleError: If the arena was cleared since a request, which is not extended from 0, took its units, or since a
-                lease was made; if a lease was released.
+            StaleError: If the arena was cleared since a request, which is not extended from 0, took its units, or since
+                a lease was made; if a lease was released.
             StateError: If a lease is another request's.
             DriverError: If a driver call fails, or the stream is being captured.
         """
@@ -3684,11 +3688,11 @@ class ArenaPlanner:
         Args:
             req_pool_indices: Request rows, ints `[bs]`.
             seq_lens: Tokens that each request will have, including the new ones, ints `[bs]`.
-            tokens_per_req: New tokens per request. Use more than one for speculative decoding, and `truncate` to free the
-                rejected ones.
-            pad_to: Batch sizes of CUDA graphs, an int or a sequence. The batch is padded to the smallest size that it fits.
-                A padding request has row 0, the padding unit in every group, and `tokens_per_req` tokens, all new and at
-                slot 0 (-1 in `slot_mapping`).
+            tokens_per_req: New tokens per request. Use more than one for speculative decoding, and `truncate` to free
+                the rejected ones.
+            pad_to: Batch sizes of CUDA graphs, an int or a sequence. The batch is padded to the smallest size that it
+                fits. A padding request has row 0, the padding unit in every group, and `tokens_per_req` tokens, all new
+                and at slot 0 (-1 in `slot_mapping`).
 
         Returns:
             An `ArenaPlan`, or `None` if a group is short of units.
@@ -3704,14 +3708,15 @@ class ArenaPlanner:
         """Publishes what a request has computed through its lease: the units of its first tokens become the cache's.
 
         Units of tokens that another request has published in between are not kept twice: the request goes on with the
-        cache's, which the next plan shows. Publish when the work that writes the units is enqueued on the current stream.
+        cache's, which the next plan shows. Publish when the work that writes the units is enqueued on the current
+        stream.
 
         Args:
             req_pool_idx: Request row.
             token_ids: Token ids from the first one on, in whole pages: ints, or a tensor or array of them.
-            snapshot: Whether to keep a copy of the states, so that a request can go on behind these tokens: they must be
-                all that the request has. The copy is enqueued on the current stream, one launch for each group of states.
-                Nothing is kept of the states if there are no units for them.
+            snapshot: Whether to keep a copy of the states, so that a request can go on behind these tokens: they must
+                be all that the request has. The copy is enqueued on the current stream, one launch for each group of
+                states. Nothing is kept of the states if there are no units for them.
 
         Returns:
             The number of tokens of the lease now.
@@ -3720,8 +3725,7 @@ class ArenaPlanner:
 
         Raises:
             ArgumentError: If the request has fewer tokens, or more and `snapshot` is set; if `token_ids` are not whole
-            pages,
-                do not begin with the tokens of the lease, or one is outside of [0, 2**31).
+                pages, do not begin with the tokens of the lease, or one is outside of [0, 2**31).
             IndexError: If the row is beyond the planner's.
             IndexOwnershipError: If the row is not allocated.
             StaleError: If the arena was cleared since the request took its units.
@@ -3737,8 +3741,8 @@ class ArenaPlanner:
             seq_lens: Tokens that each request keeps, ints `[bs]`.
 
         Raises:
-            ArgumentError: If a request has fewer tokens, if the next token would see tokens whose units were freed behind a
-                window, or a row is listed twice. Nothing is changed.
+            ArgumentError: If a request has fewer tokens, if the next token would see tokens whose units were freed
+                behind a window, or a row is listed twice. Nothing is changed.
             IndexError: If a row is beyond the planner's.
             IndexOwnershipError: If a row is not allocated.
             StaleError: As in `decode`.
@@ -3785,9 +3789,9 @@ class ArenaPlanner:
 class ArenaPlan:
     """A planned step over a layout: the arrays that do not depend on a group, and those of each group.
 
-    The tensors are int32 views of the planner's memory, on its device and at the same addresses in every plan. They are valid
-    on the stream that was current in the planning call. The next plan of the planner overwrites them, and getters of this
-    plan then raise `StaleError`. `B` is the padded number of requests, `T` the padded number of new tokens.
+    The tensors are int32 views of the planner's memory, on its device and at the same addresses in every plan. They are
+    valid on the stream that was current in the planning call. The next plan of the planner overwrites them, and getters
+    of this plan then raise `StaleError`. `B` is the padded number of requests, `T` the padded number of new tokens.
     """
 
     @property
@@ -3851,38 +3855,40 @@ class ArenaPlan:
 class GroupPlan:
     """The arrays of a group in a planned step: those of pages, or those of states.
 
-    The tensors are as those of `ArenaPlan`, int32 (`slot_mapping`: int64). A slot is an entry of a unit: `unit * entries +
-    entry`, the row of the group's buffers with the first two dimensions flattened. An entry of several tokens is complete
-    with its last token, and has its slot there.
+    The tensors are as those of `ArenaPlan`, int32 (`slot_mapping`: int64). A slot is an entry of a unit:
+    `unit * entries + entry`, the row of the group's buffers with the first two dimensions flattened. An entry of
+    several tokens is complete with its last token, and has its slot there.
     """
 
     @property
     def out_cache_loc(self) -> torch.Tensor | None:
-        """Slots of the entries that the new tokens complete, `[T]`, one request after the other; 0 for the other tokens and
-        for padding (SGLang's name). `None` for states.
+        """Slots of the entries that the new tokens complete, `[T]`, one request after the other; 0 for the other
+        tokens and for padding (SGLang's name). `None` for states.
         """
     @property
     def slot_mapping(self) -> torch.Tensor | None:
         """The same slots, int64 `[T]`; -1 in place of 0, which vLLM's kernels skip. `None` for states."""
     @property
     def kv_indptr(self) -> torch.Tensor | None:
-        """Offsets of the units of each request in `kv_indices`, ending with their total, `[B + 1]` (FlashInfer). `None` for
-        states.
+        """Offsets of the units of each request in `kv_indices`, ending with their total, `[B + 1]` (FlashInfer).
+        `None` for states.
         """
     @property
     def kv_indices(self) -> torch.Tensor | None:
-        """The units with entries of all requests, one request after the other, `[kv_indptr[-1]]`: sinks, then those that
-        the new tokens see (FlashInfer); of a request that publishes to a prefix cache, those that the token behind its
-        last whole page before them sees. `None` for states, and if the planner does not
-        build it.
+        """The units with entries of all requests, one request after the other, `[kv_indptr[-1]]`: sinks, then those
+        that the new tokens see (FlashInfer); of a request that publishes to a prefix cache, those that the token
+        behind its last whole page before them sees. `None` for states, and if the planner does not build it.
         """
     @property
     def kv_last_page_len(self) -> torch.Tensor | None:
-        """Entries in the last unit of each request, `[B]`; 0 for a request without entries (FlashInfer). `None` for states."""
+        """Entries in the last unit of each request, `[B]`; 0 for a request without entries (FlashInfer). `None` for
+        states.
+        """
     @property
     def block_table(self) -> torch.Tensor | None:
         """The units of each request by position, `[B, ceil(max_context_len / tokens of a unit)]`, 0 for those that it
-        does not have or has no more (FlashAttention and vLLM). `None` for states, and if the planner does not build it.
+        does not have or has no more (FlashAttention and vLLM). `None` for states, and if the planner does not build
+        it.
         """
     @property
     def state_indices(self) -> torch.Tensor | None:

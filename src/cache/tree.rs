@@ -345,8 +345,8 @@ impl Tree {
         locked.flat_map(|(_, node)| node.pages.iter().copied()).collect()
     }
 
-    /// Returns the runs that can be found: the namespace, the tokens from the first one on, the pages of the run and the
-    /// snapshot at its end.
+    /// Returns the runs that can be found: the namespace, the tokens from the first one on, the pages of the run and
+    /// the snapshot at its end.
     pub(super) fn found_runs(
         &self,
     ) -> impl Iterator<Item = (&Namespace, Vec<i32>, Vec<Page>, Option<StateSlot>)> + '_ {

@@ -30,8 +30,7 @@ pub struct UnitRule {
 
 impl UnitRule {
     /// Returns the rule of a group with pages of `page_size` tokens, for requests of up to `max_tokens` tokens. The
-    /// unit
-    /// of a state has `numbers` numbers.
+    /// unit of a state has `numbers` numbers.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for pages or numbers beyond int32.
@@ -300,8 +299,7 @@ struct UnitRequest {
 /// The units of every request in every group.
 ///
 /// A request of a group of pages has units in the order of its tokens. Those behind its window or chunk are freed when
-/// it
-/// grows, its sinks stay. A request has one unit of each group of states.
+/// it grows, its sinks stay. A request has one unit of each group of states.
 ///
 /// ```
 /// use kvpool::base::{DType, Id, RequestRow};
@@ -434,13 +432,12 @@ impl UnitTables {
     }
 
     /// Returns the growth of the request at `position` of a batch from `prefix` to `seq` tokens. A new request may
-    /// begin
-    /// with a prefix of `leased` tokens.
+    /// begin with a prefix of `leased` tokens.
     ///
     /// # Errors
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when the request does not have `prefix` tokens, or
-    /// `seq` is less;
-    /// [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) if its tokens ended with a clear of the arena.
+    /// `seq` is less; [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) if its tokens ended with a clear of the
+    /// arena.
     #[inline]
     pub fn growth(
         &self,
@@ -508,8 +505,8 @@ impl UnitTables {
     }
 
     /// Gives a request without tokens the units of a prefix that a cache keeps, a list for each group; those of states
-    /// are
-    /// not of tokens. [`UnitTables::grow`] with this prefix makes it the request's, [`UnitTables::disown`] undoes it.
+    /// are not of tokens. [`UnitTables::grow`] with this prefix makes it the request's, [`UnitTables::disown`] undoes
+    /// it.
     pub fn adopt(&mut self, row: RequestRow, prefix: u32, cached: &[AdoptedUnits]) {
         for (table, cached) in self.groups.iter_mut().zip(cached).filter(|(table, _)| !table.rule.is_state())
         {
@@ -590,9 +587,8 @@ impl UnitTables {
     }
 
     /// Puts the units of a cache, by group and position from the unit of token `from` on, in the place of those that
-    /// were
-    /// handed over up to token `to`. The cache keeps for the request what the token behind these sees, so the request
-    /// drops what is behind the window of that one. Returns the first positions that changed, by group.
+    /// were handed over up to token `to`. The cache keeps for the request what the token behind these sees, so the
+    /// request drops what is behind the window of that one. Returns the first positions that changed, by group.
     pub fn replace_leased(
         &mut self,
         row: RequestRow,
@@ -699,8 +695,8 @@ impl UnitTables {
     ///
     /// # Errors
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if it has fewer tokens, if the token after them sees
-    /// some whose units were freed, or if a
-    /// cache keeps more of them; [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) as in [`UnitTables::growth`].
+    /// some whose units were freed, or if a cache keeps more of them;
+    /// [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) as in [`UnitTables::growth`].
     pub fn check_truncate(&self, position: usize, row: RequestRow, tokens: i64) -> Result<u32> {
         if let Some(error) = self.cleared_error(position, row) {
             return Err(error);
@@ -730,8 +726,7 @@ impl UnitTables {
     }
 
     /// Keeps the first `tokens` tokens of a request, which [`UnitTables::check_truncate`] has checked, and frees the
-    /// units
-    /// of the others.
+    /// units of the others.
     pub fn truncate(&mut self, row: RequestRow, tokens: u32, slabs: &mut Slabs) {
         self.cut(row, tokens, slabs);
     }

@@ -63,8 +63,8 @@ pub struct ArenaPlan {
 /// Plans the steps of a scheduler over a [`CacheArena`]: one call takes the units of every group, frees those behind
 /// windows and chunks, and builds the metadata of each group.
 ///
-/// The bookkeeping of requests is on the host. Page tables and metadata on a device are written from it, with one launch
-/// and at most one copy, without waiting. On the CPU the arrays are written directly.
+/// The bookkeeping of requests is on the host. Page tables and metadata on a device are written from it, with one
+/// launch and at most one copy, without waiting. On the CPU the arrays are written directly.
 ///
 /// All calls are atomic and thread-safe. A call that is short asks those that can give units back
 /// ([`ReclaimUnits`](super::ReclaimUnits)).
@@ -109,8 +109,8 @@ impl ArenaPlanner {
     /// Returns a planner for requests that take their units from `arena`, with memory from `backend`.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when a size is 0, or numbers of units or tokens may be beyond int32; the error of the backend
-    /// if it runs out of memory.
+    /// [`ErrorKind::Config`] when a size is 0, or numbers of units or tokens may be beyond int32; the error of the
+    /// backend if it runs out of memory.
     ///
     /// [`ErrorKind::Config`]: crate::base::ErrorKind::Config
     pub fn new(
@@ -185,11 +185,10 @@ impl ArenaPlanner {
     ///
     /// # Errors
     /// [`ErrorKind::Argument`] for lengths that do not follow from those of the requests or their leases, and for a
-    /// batch of
-    /// more requests or tokens than the planner has room for; [`ErrorKind::State`] for another request's lease;
-    /// [`ErrorKind::Index`] for a row or a length beyond the tables;
-    /// [`ErrorKind::IndexOwnership`] for a row that is not allocated; [`ErrorKind::Stale`] for a request whose tokens
-    /// ended with a clear of the arena; [`ErrorKind::Driver`] when a driver call fails. Nothing is taken.
+    /// batch of more requests or tokens than the planner has room for; [`ErrorKind::State`] for another request's
+    /// lease; [`ErrorKind::Index`] for a row or a length beyond the tables; [`ErrorKind::IndexOwnership`] for a row
+    /// that is not allocated; [`ErrorKind::Stale`] for a request whose tokens ended with a clear of the arena;
+    /// [`ErrorKind::Driver`] when a driver call fails. Nothing is taken.
     ///
     /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`ErrorKind::Driver`]: crate::base::ErrorKind::Driver
@@ -240,8 +239,8 @@ impl ArenaPlanner {
         Ok(claims)
     }
 
-    /// Extends each request by `tokens_per_req` tokens, like [`ArenaPlanner::extend`]. Requests of the padding row pad the
-    /// batch to the smallest size of `pad_to` that it fits.
+    /// Extends each request by `tokens_per_req` tokens, like [`ArenaPlanner::extend`]. Requests of the padding row pad
+    /// the batch to the smallest size of `pad_to` that it fits.
     ///
     /// # Errors
     /// See [`ArenaPlanner::extend`]; also [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when no size of
@@ -296,10 +295,10 @@ impl ArenaPlanner {
         self.with(|state, _| state.truncate(&self.arena, rows, seq_lens))
     }
 
-    /// Publishes the first tokens of a request, in whole pages, through its lease: their units become the cache's. Where
-    /// others have published the same tokens in between, the request goes on with their units, and its own are freed. With
-    /// `snapshot`, copies of its states are kept too, on `stream`, if there are units for them. Returns the tokens of the
-    /// lease.
+    /// Publishes the first tokens of a request, in whole pages, through its lease: their units become the cache's.
+    /// Where others have published the same tokens in between, the request goes on with their units, and its own are
+    /// freed. With `snapshot`, copies of its states are kept too, on `stream`, if there are units for them. Returns the
+    /// tokens of the lease.
     ///
     /// # Errors
     /// [`ErrorKind::State`] for a request without a lease, or that another thread publishes at this moment;
@@ -338,8 +337,8 @@ impl ArenaPlanner {
         self.with(|state, discarded| state.finish(&self.arena, rows, seq_lens, discarded))
     }
 
-    /// Returns an array of a plan on the device, without a copy. `None` if the planner does not build it, or the group has
-    /// none.
+    /// Returns an array of a plan on the device, without a copy. `None` if the planner does not build it, or the group
+    /// has none.
     ///
     /// # Errors
     /// [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) after a later plan.

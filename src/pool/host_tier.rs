@@ -334,10 +334,11 @@ impl HostTier {
         self.pages.clear(namespace)
     }
 
-    /// Returns the statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and
-    /// `state_capacity`; and, with snapshots, the pieces `written`, `loaded`, `evicted`, `skipped` because no
-    /// place was free, `failed`, `fetched` from a store, on their way to it (`storing`) and not accepted by it
-    /// (`unstored`), or given up because host memory has damaged them (`damaged`); page-locked places (`page_locked`); `bytes`, and `staging_bytes` on the device.
+    /// Returns the statistics, in pages: `capacity`, `pages` that are found, `arriving`; `states` and `state_capacity`;
+    /// and, with snapshots, the pieces `written`, `loaded`, `evicted`, `skipped` because no place was free, `failed`,
+    /// `fetched` from a store, on their way to it (`storing`) and not accepted by it (`unstored`), or given up because
+    /// host memory has damaged them (`damaged`); page-locked places (`page_locked`); `bytes`, and `staging_bytes` on
+    /// the device.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let counts = *self.counts.lock();
@@ -622,8 +623,8 @@ impl HostTier {
         self.counts.lock().on_way_down()
     }
 
-    /// Takes the causes of copies to the tier that failed since the last call, in words: the first of each
-    /// kind. Also takes the names of pieces that were damaged in host memory since.
+    /// Takes the causes of copies to the tier that failed since the last call, in words: the first of each kind. Also
+    /// takes the names of pieces that were damaged in host memory since.
     #[must_use]
     pub fn take_notes(&self) -> Vec<String> {
         std::mem::take(&mut self.notes.lock().texts)

@@ -28,20 +28,18 @@ pub(super) use plan::{ArenaPlan, GroupPlan};
 /// layout, and builds the metadata that attention and state kernels read.
 ///
 /// A request is a row, from `alloc` to `finish`. The planner tracks how many of its tokens have units, and owns these
-/// units:
-/// `CacheArena.free` refuses them. `seq_lens` always include the new tokens; a length that does not follow from the
-/// request's current length is an error. A request has units of pages in the order of its tokens, and one unit of each
-/// group of states, from its first `extend` on; states are not zeroed.
+/// units: `CacheArena.free` refuses them. `seq_lens` always include the new tokens; a length that does not follow from
+/// the request's current length is an error. A request has units of pages in the order of its tokens, and one unit of
+/// each group of states, from its first `extend` on; states are not zeroed.
 ///
-/// `extend` and `decode` first free the units that no new token sees: those behind the window, or of earlier chunks, of the
-/// first new token, or of the last whole page if the request publishes to a prefix cache. Sinks stay. These units may
-/// be handed out by the same step: what reads them must have been enqueued
-/// before, on the stream of the step or one that the stream waits for. Then they take units of all groups, or return
-/// `None` and take none.
+/// `extend` and `decode` first free the units that no new token sees: those behind the window, or of earlier chunks, of
+/// the first new token, or of the last whole page if the request publishes to a prefix cache. Sinks stay. These units
+/// may be handed out by the same step: what reads them must have been enqueued before, on the stream of the step or one
+/// that the stream waits for. Then they take units of all groups, or return `None` and take none.
 ///
-/// A step is one pass on the host. On a GPU it is one launch on the current stream, preceded by a copy to the device if it
-/// has more numbers than a launch takes. It waits only if the host is many large steps ahead. All calls are atomic and
-/// thread-safe.
+/// A step is one pass on the host. On a GPU it is one launch on the current stream, preceded by a copy to the device if
+/// it has more numbers than a launch takes. It waits only if the host is many large steps ahead. All calls are atomic
+/// and thread-safe.
 ///
 /// Args:
 ///     arena: The arena of the units. The arrays are on its device.
@@ -145,21 +143,22 @@ impl ArenaPlanner {
     ///     req_pool_indices: Request rows, ints `[bs]`.
     ///     prefix_lens: Tokens that each request has now, ints `[bs]`.
     ///     seq_lens: Tokens that each request will have, ints `[bs]`.
-    ///     prefixes: `None`, or a sequence with one entry per request, each `None` or the `ArenaLease` of a new request,
-    ///         as long as its prefix and possibly of length 0. The request keeps the lease, publishes through it, and
-    ///         releases it in `finish`. Its states become copies of the lease's snapshot, in stream order. A lease is for
-    ///         one request; with later chunks pass `None` or the same lease again.
+    ///     prefixes: `None`, or a sequence with one entry per request, each `None` or the `ArenaLease` of a new
+    ///         request, as long as its prefix and possibly of length 0. The request keeps the lease, publishes through
+    ///         it, and releases it in `finish`. Its states become copies of the lease's snapshot, in stream order. A
+    ///         lease is for one request; with later chunks pass `None` or the same lease again.
     ///
     /// Returns:
     ///     An `ArenaPlan`, or `None` if a group is short of units: then nothing is taken.
     ///
     /// Raises:
-    ///     ArgumentError: If the arguments differ in length, a length does not follow from the request's current length or
-    ///         its lease, a row is listed twice, a lease is of another arena, or the batch exceeds the planner's limits.
+    ///     ArgumentError: If the arguments differ in length, a length does not follow from the request's current length
+    ///         or its lease, a row is listed twice, a lease is of another arena, or the batch exceeds the planner's
+    ///         limits.
     ///     IndexError: If a row or a length is beyond the planner's.
     ///     IndexOwnershipError: If a row is not allocated.
-    ///     StaleError: If the arena was cleared since a request, which is not extended from 0, took its units, or since a
-    ///         lease was made; if a lease was released.
+    ///     StaleError: If the arena was cleared since a request, which is not extended from 0, took its units, or since
+    ///         a lease was made; if a lease was released.
     ///     StateError: If a lease is another request's.
     ///     DriverError: If a driver call fails, or the stream is being captured.
     #[pyo3(signature = (req_pool_indices, prefix_lens, seq_lens, *, prefixes=None))]
@@ -185,11 +184,11 @@ impl ArenaPlanner {
     /// Args:
     ///     req_pool_indices: Request rows, ints `[bs]`.
     ///     seq_lens: Tokens that each request will have, including the new ones, ints `[bs]`.
-    ///     tokens_per_req: New tokens per request. Use more than one for speculative decoding, and `truncate` to free the
-    ///         rejected ones.
-    ///     pad_to: Batch sizes of CUDA graphs, an int or a sequence. The batch is padded to the smallest size that it fits.
-    ///         A padding request has row 0, the padding unit in every group, and `tokens_per_req` tokens, all new and at
-    ///         slot 0 (-1 in `slot_mapping`).
+    ///     tokens_per_req: New tokens per request. Use more than one for speculative decoding, and `truncate` to free
+    ///         the rejected ones.
+    ///     pad_to: Batch sizes of CUDA graphs, an int or a sequence. The batch is padded to the smallest size that it
+    ///         fits. A padding request has row 0, the padding unit in every group, and `tokens_per_req` tokens, all new
+    ///         and at slot 0 (-1 in `slot_mapping`).
     ///
     /// Returns:
     ///     An `ArenaPlan`, or `None` if a group is short of units.
@@ -226,8 +225,8 @@ impl ArenaPlanner {
     ///     seq_lens: Tokens that each request keeps, ints `[bs]`.
     ///
     /// Raises:
-    ///     ArgumentError: If a request has fewer tokens, if the next token would see tokens whose units were freed behind a
-    ///         window, or a row is listed twice. Nothing is changed.
+    ///     ArgumentError: If a request has fewer tokens, if the next token would see tokens whose units were freed
+    ///         behind a window, or a row is listed twice. Nothing is changed.
     ///     IndexError: If a row is beyond the planner's.
     ///     IndexOwnershipError: If a row is not allocated.
     ///     StaleError: As in `decode`.
@@ -244,14 +243,15 @@ impl ArenaPlanner {
     /// Publishes what a request has computed through its lease: the units of its first tokens become the cache's.
     ///
     /// Units of tokens that another request has published in between are not kept twice: the request goes on with the
-    /// cache's, which the next plan shows. Publish when the work that writes the units is enqueued on the current stream.
+    /// cache's, which the next plan shows. Publish when the work that writes the units is enqueued on the current
+    /// stream.
     ///
     /// Args:
     ///     req_pool_idx: Request row.
     ///     token_ids: Token ids from the first one on, in whole pages: ints, or a tensor or array of them.
-    ///     snapshot: Whether to keep a copy of the states, so that a request can go on behind these tokens: they must be
-    ///         all that the request has. The copy is enqueued on the current stream, one launch for each group of states.
-    ///         Nothing is kept of the states if there are no units for them.
+    ///     snapshot: Whether to keep a copy of the states, so that a request can go on behind these tokens: they must
+    ///         be all that the request has. The copy is enqueued on the current stream, one launch for each group of
+    ///         states. Nothing is kept of the states if there are no units for them.
     ///
     /// Returns:
     ///     The number of tokens of the lease now.
@@ -260,8 +260,7 @@ impl ArenaPlanner {
     ///
     /// Raises:
     ///     ArgumentError: If the request has fewer tokens, or more and `snapshot` is set; if `token_ids` are not whole
-    ///     pages,
-    ///         do not begin with the tokens of the lease, or one is outside of [0, 2**31).
+    ///         pages, do not begin with the tokens of the lease, or one is outside of [0, 2**31).
     ///     IndexError: If the row is beyond the planner's.
     ///     IndexOwnershipError: If the row is not allocated.
     ///     StaleError: If the arena was cleared since the request took its units.

@@ -28,19 +28,21 @@ use super::tokens::with_tokens;
 /// compute them again: the prefix cache of a `CacheArena`, for every group of its layout.
 ///
 /// A prefix is found up to the last page at which every group can go on: full groups have all units, windows those that
-/// the next token sees, chunks those of the current chunk, both their sinks, and states a snapshot exactly there. Entries
-/// of several tokens need not be whole at that page if the layout has a state, which knows the rest.
+/// the next token sees, chunks those of the current chunk, both their sinks, and states a snapshot exactly there.
+/// Entries of several tokens need not be whole at that page if the layout has a state, which knows the rest.
 ///
-/// The cache owns units of the arena, from their publication to their eviction; requests hold leases. A lease locks what
-/// a request needs to go on, and not what is behind a window. A call of the arena that is short of units evicts what is
-/// worth least: units of windows that nothing needs, snapshots, ends of prefixes in the order of the policy. If all that
-/// would not suffice, it evicts nothing and fails. Freeing a cached unit through the arena is an invalid free.
+/// The cache owns units of the arena, from their publication to their eviction; requests hold leases. A lease locks
+/// what a request needs to go on, and not what is behind a window. A call of the arena that is short of units evicts
+/// what is worth least: units of windows that nothing needs, snapshots, ends of prefixes in the order of the policy. If
+/// all that would not suffice, it evicts nothing and fails. Freeing a cached unit through the arena is an invalid free.
 ///
-/// Token ids are ints in `[0, 2**31)`, as those of `PrefixCache`. Prefixes are compared token by token, never by a hash. A
-/// namespace (a str, bytes or an int, such as an adapter or a tenant) keeps prefixes apart: two namespaces share nothing.
+/// Token ids are ints in `[0, 2**31)`, as those of `PrefixCache`. Prefixes are compared token by token, never by a
+/// hash. A namespace (a str, bytes or an int, such as an adapter or a tenant) keeps prefixes apart: two namespaces
+/// share nothing.
 ///
 /// All calls are atomic and thread-safe, and make no CUDA call. Clearing the arena empties the cache. On a GPU, publish
-/// when the work that writes the units is enqueued on the current stream: prefixes are valid in the order of that stream.
+/// when the work that writes the units is enqueued on the current stream: prefixes are valid in the order of that
+/// stream.
 ///
 /// Args:
 ///     arena: The arena of the units.
@@ -81,8 +83,8 @@ impl ArenaPrefixCache {
         Ok(BasePool::named(name, Debug::OFF, Self { cache, arena }))
     }
 
-    /// Leases the longest cached prefix at which every group can go on. What was found counts as used. A miss is a lease
-    /// of length 0, through which the request publishes what it computes.
+    /// Leases the longest cached prefix at which every group can go on. What was found counts as used. A miss is a
+    /// lease of length 0, through which the request publishes what it computes.
     ///
     /// Args:
     ///     token_ids: Token ids of the prompt.
@@ -288,8 +290,8 @@ impl ArenaLease {
         self.lease.len().is_err()
     }
 
-    /// Returns the units of a group that a request needs to go on behind the prefix; of a state, the snapshot at its end,
-    /// from which the request copies: the cache owns it and does not change it.
+    /// Returns the units of a group that a request needs to go on behind the prefix; of a state, the snapshot at its
+    /// end, from which the request copies: the cache owns it and does not change it.
     ///
     /// Raises:
     ///     ArgumentError: If there is no such group.
@@ -302,27 +304,27 @@ impl ArenaLease {
 
     /// Publishes what the request has computed since: its units become the cache's, and the lease grows over them.
     ///
-    /// Units of tokens that another request has published in between are not kept twice: the caller's are freed, and the
-    /// request continues with those that the call returns. What the cache lacks for such tokens, a unit of a window or a
-    /// snapshot, it takes.
+    /// Units of tokens that another request has published in between are not kept twice: the caller's are freed, and
+    /// the request continues with those that the call returns. What the cache lacks for such tokens, a unit of a window
+    /// or a snapshot, it takes.
     ///
     /// Args:
     ///     token_ids: Token ids of the whole prefix, from the first one on, in whole pages.
-    ///     units: The units by the name of the group, as `CacheArena.alloc` gives them; the caller's ownership passes to
-    ///         the cache. Of a group of pages, one for each position from that of the lease's end on, without one that is
-    ///         not full at the end of the tokens, and `None` for those that the request has given up behind a window. Of
-    ///         states, a snapshot of the state behind the last token, or nothing; of all states or none.
+    ///     units: The units by the name of the group, as `CacheArena.alloc` gives them; the caller's ownership passes
+    ///         to the cache. Of a group of pages, one for each position from that of the lease's end on, without one
+    ///         that is not full at the end of the tokens, and `None` for those that the request has given up behind a
+    ///         window. Of states, a snapshot of the state behind the last token, or nothing; of all states or none.
     ///
     /// Returns:
-    ///     The cache's units for the same positions, by the name of the group. `None` for a unit that neither had; an empty
-    ///     list for a state without a snapshot.
+    ///     The cache's units for the same positions, by the name of the group. `None` for a unit that neither had; an
+    ///     empty list for a state without a snapshot.
     ///
     /// Nothing is changed if the call raises.
     ///
     /// Raises:
-    ///     ArgumentError: If `token_ids` are not whole pages, do not begin with the tokens of the lease, or one is outside
-    ///         of [0, 2**31); if there is no such group; if units are too few or too many, or one is `None` that a prefix
-    ///         always has or that a request needs to go on behind a snapshot.
+    ///     ArgumentError: If `token_ids` are not whole pages, do not begin with the tokens of the lease, or one is
+    ///         outside of [0, 2**31); if there is no such group; if units are too few or too many, or one is `None`
+    ///         that a prefix always has or that a request needs to go on behind a snapshot.
     ///     IndexOwnershipError: If a unit is not in use, listed twice, or owned by a cache or a planner.
     ///     StaleError: If the lease was released, or the arena was cleared.
     ///     StateError: If a request of an `ArenaPlanner` has the lease: it publishes by `ArenaPlanner.publish`.
@@ -348,7 +350,8 @@ impl ArenaLease {
         Ok(found)
     }
 
-    /// Ends the lease. Does nothing if it has ended, and if a request of an `ArenaPlanner` has it: it ends with the request.
+    /// Ends the lease. Does nothing if it has ended, and if a request of an `ArenaPlanner` has it: it ends with the
+    /// request.
     fn release(&self) {
         self.lease.release();
     }
@@ -467,8 +470,8 @@ impl GroupReport {
         self.explained.len
     }
 
-    /// The first and one past the last token of the units that are missing to go on where the known tokens end, or of the
-    /// tokens behind them; `None` if none is.
+    /// The first and one past the last token of the units that are missing to go on where the known tokens end, or of
+    /// the tokens behind them; `None` if none is.
     #[getter]
     fn missing(&self) -> Option<(usize, usize)> {
         self.explained.missing.clone().map(|Range { start, end }| (start, end))

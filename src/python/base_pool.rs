@@ -46,8 +46,8 @@ pub(super) trait PoolClass:
 
 /// The base class of every pool: a name, statistics (`stats()`), and the owners of its units.
 ///
-/// Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`,
-/// `CacheArena`, `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache`, `ArenaPrefixCache` and `HostTier`.
+/// Not constructed directly: see `KVPool`, `TokenToKVPoolAllocator`, `ReqToTokenPool`, `GDNPool`, `CacheArena`,
+/// `ChunkPool`, `BufferPool`, `PagePool`, `Workspace`, `PrefixCache`, `ArenaPrefixCache` and `HostTier`.
 ///
 /// A pool cannot be pickled or copied: `pickle` and `copy` raise `TypeError`. `KVPool`,
 /// `TokenToKVPoolAllocator` and `ReqToTokenPool` can be base classes of Python classes. As with `tuple`,

@@ -29,8 +29,9 @@ use super::pool_name::PoolName;
 /// descriptions, never in units that are in use. The first slab is padding: unit 0 of every group is in it, and padded
 /// tokens may be written there.
 ///
-/// Units are numbers on the host, as those of `ReqToTokenPool` are. Calls are thread-safe and atomic, and
-/// make no CUDA call, but for `copy`. The memory is zeroed at construction, on the stream that is current then; units are not zeroed again.
+/// Units are numbers on the host, as those of `ReqToTokenPool` are. Calls are thread-safe and atomic, and make no CUDA
+/// call, but for `copy`. The memory is zeroed at construction, on the stream that is current then; units are not zeroed
+/// again.
 ///
 /// Args:
 ///     layout: The groups that share the arena.
@@ -210,8 +211,8 @@ impl CacheArena {
         Ok(())
     }
 
-    /// Copies whole units of a group, `src[i]` to `dst[i]`, as if all were read before any is written: the state of a request
-    /// to a snapshot, say. On a GPU it is one launch on the current stream.
+    /// Copies whole units of a group, `src[i]` to `dst[i]`, as if all were read before any is written: the state of a
+    /// request to a snapshot, say. On a GPU it is one launch on the current stream.
     ///
     /// Nothing is copied if the call raises.
     ///

@@ -108,8 +108,8 @@ impl GroupTree {
         self.free_unneeded_slab(slabs, false)
     }
 
-    /// Returns false if `wanted` units would not fit `slabs` even if this tree gave up all that no lease needs. Looks at
-    /// every block where that is not obvious.
+    /// Returns false if `wanted` units would not fit `slabs` even if this tree gave up all that no lease needs. Looks
+    /// at every block where that is not obvious.
     #[must_use]
     pub fn may_fit(&self, wanted: &[usize], slabs: &Slabs) -> bool {
         let short = short_groups(wanted, slabs);

@@ -8,7 +8,8 @@ use super::blocks::Presence;
 use super::{GroupHold, GroupTree, is_state};
 
 impl GroupTree {
-    /// Describes a broken invariant, if there is one. Without a list of all its holds, it is not checked what they need.
+    /// Describes a broken invariant, if there is one. Without a list of all its holds, it is not checked what they
+    /// need.
     #[must_use]
     pub fn broken_invariant(&self, holds: Option<&[&GroupHold]>) -> Option<String> {
         let holds = holds.or_else(|| (self.holds == 0).then_some(&[]));

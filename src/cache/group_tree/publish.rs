@@ -68,9 +68,9 @@ impl GroupTree {
     ///
     /// # Errors
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for tokens that do not fill pages, are fewer than
-    /// those of the hold, or are no token ids; for a number of units that is not that of the tokens;
-    /// for a unit that is missing although a prefix has it always, or the end of a snapshot needs it; and for
-    /// snapshots of some states and not of others. Also the error of tokens that cannot be read.
+    /// those of the hold, or are no token ids; for a number of units that is not that of the tokens; for a unit that is
+    /// missing although a prefix has it always, or the end of a snapshot needs it; and for snapshots of some states and
+    /// not of others. Also the error of tokens that cannot be read.
     pub fn plan(&self, hold: &GroupHold, publication: &GroupPublication<'_>) -> Result<PublicationPlan> {
         let GroupPublication { tokens, units } = *publication;
         let (len, begin) = (tokens.count(), hold.len());

@@ -95,8 +95,9 @@ impl UnitPlanBatch<'_> {
 }
 
 impl Launcher {
-    /// Writes the new units of a batch to the page tables and all arrays of its plan, in one launch on `stream`, which the
-    /// caller has checked not to be captured. A batch too large for the parameters that the driver accepts is copied first.
+    /// Writes the new units of a batch to the page tables and all arrays of its plan, in one launch on `stream`, which
+    /// the caller has checked not to be captured. A batch too large for the parameters that the driver accepts is
+    /// copied first.
     ///
     /// # Errors
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for more numbers than can be transferred at once,

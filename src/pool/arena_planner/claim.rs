@@ -25,8 +25,9 @@ impl ArenaClaim {
     /// Claims a lease of units of `arena`.
     ///
     /// # Errors
-    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a lease of another arena, or without a unit that the
-    /// next token sees; [`ErrorKind::State`](crate::base::ErrorKind::State) for another request's; the errors of a lease.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a lease of another arena, or without a unit that
+    /// the next token sees; [`ErrorKind::State`](crate::base::ErrorKind::State) for another request's; the errors of a
+    /// lease.
     pub(super) fn new(lease: &Arc<ArenaLease>, arena: &Arc<CacheArena>) -> Result<Self> {
         if !Arc::ptr_eq(lease.arena(), arena) {
             return Err(Error::argument("a lease is of another arena than the planner's"));

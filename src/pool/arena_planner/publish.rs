@@ -70,8 +70,8 @@ impl PlannerState {
     ///
     /// # Errors
     /// [`ErrorKind::State`](crate::base::ErrorKind::State) for a request without a lease, or that another thread
-    /// publishes; [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for fewer tokens than the lease has, for more
-    /// than the request has, and for a snapshot of fewer.
+    /// publishes; [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for fewer tokens than the lease has, for
+    /// more than the request has, and for a snapshot of fewer.
     pub(super) fn hand_over(&mut self, row: i64, tokens: usize, snapshot: bool) -> Result<HandedOver> {
         let row = self.resolve(&IndexVec::I64(vec![row]))?[0];
         if let Some(error) = self.tables.cleared_error(0, row) {

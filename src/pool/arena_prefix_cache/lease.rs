@@ -126,8 +126,8 @@ impl ArenaLease {
     ///
     /// # Errors
     /// See [`Self::len`]. [`ErrorKind::Argument`] for tokens that are not the lease's, do not fill pages or are no
-    /// token ids, for units that are missing, too many or too few; [`ErrorKind::IndexOwnership`] for units that are
-    /// not in use, are listed twice or held already; [`ErrorKind::State`](crate::base::ErrorKind::State) for the lease of a
+    /// token ids, for units that are missing, too many or too few; [`ErrorKind::IndexOwnership`] for units that are not
+    /// in use, are listed twice or held already; [`ErrorKind::State`](crate::base::ErrorKind::State) for the lease of a
     /// planner's request. Nothing is changed.
     ///
     /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
@@ -185,8 +185,8 @@ impl ArenaLease {
         })
     }
 
-    /// Ends the lease. Later calls of it fail; a second release does nothing. The lease of a planner's request ends with
-    /// the request, and not before.
+    /// Ends the lease. Later calls of it fail; a second release does nothing. The lease of a planner's request ends
+    /// with the request, and not before.
     pub fn release(&self) {
         let mut state = self.state.lock();
         if state.is_bound {

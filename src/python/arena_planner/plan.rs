@@ -12,9 +12,9 @@ use crate::python::tensor::Tensor;
 
 /// A planned step over a layout: the arrays that do not depend on a group, and those of each group.
 ///
-/// The tensors are int32 views of the planner's memory, on its device and at the same addresses in every plan. They are valid
-/// on the stream that was current in the planning call. The next plan of the planner overwrites them, and getters of this
-/// plan then raise `StaleError`. `B` is the padded number of requests, `T` the padded number of new tokens.
+/// The tensors are int32 views of the planner's memory, on its device and at the same addresses in every plan. They are
+/// valid on the stream that was current in the planning call. The next plan of the planner overwrites them, and getters
+/// of this plan then raise `StaleError`. `B` is the padded number of requests, `T` the padded number of new tokens.
 #[pyclass(frozen, module = "kvpool", name = "ArenaPlan", weakref)]
 pub(in crate::python) struct ArenaPlan {
     planner: Py<ArenaPlanner>,
@@ -23,9 +23,9 @@ pub(in crate::python) struct ArenaPlan {
 
 /// The arrays of a group in a planned step: those of pages, or those of states.
 ///
-/// The tensors are as those of `ArenaPlan`, int32 (`slot_mapping`: int64). A slot is an entry of a unit: `unit * entries +
-/// entry`, the row of the group's buffers with the first two dimensions flattened. An entry of several tokens is complete
-/// with its last token, and has its slot there.
+/// The tensors are as those of `ArenaPlan`, int32 (`slot_mapping`: int64). A slot is an entry of a unit:
+/// `unit * entries + entry`, the row of the group's buffers with the first two dimensions flattened. An entry of
+/// several tokens is complete with its last token, and has its slot there.
 #[pyclass(frozen, module = "kvpool", name = "GroupPlan", weakref)]
 pub(in crate::python) struct GroupPlan {
     planner: Py<ArenaPlanner>,
@@ -235,23 +235,24 @@ arrays! {
         cu_seqlens_q: QoIndptr,
     }
     group {
-        /// Slots of the entries that the new tokens complete, `[T]`, one request after the other; 0 for the other tokens and
-        /// for padding (SGLang's name). `None` for states.
+        /// Slots of the entries that the new tokens complete, `[T]`, one request after the other; 0 for the other
+        /// tokens and for padding (SGLang's name). `None` for states.
         out_cache_loc: OutCacheLoc,
         /// The same slots, int64 `[T]`; -1 in place of 0, which vLLM's kernels skip. `None` for states.
         slot_mapping: SlotMapping,
-        /// Offsets of the units of each request in `kv_indices`, ending with their total, `[B + 1]` (FlashInfer). `None` for
-        /// states.
+        /// Offsets of the units of each request in `kv_indices`, ending with their total, `[B + 1]` (FlashInfer).
+        /// `None` for states.
         kv_indptr: KvIndptr,
-        /// The units with entries of all requests, one request after the other, `[kv_indptr[-1]]`: sinks, then those that
-        /// the new tokens see (FlashInfer); of a request that publishes to a prefix cache, those that the token behind its
-        /// last whole page before them sees. `None` for states, and if the planner does not
-        /// build it.
+        /// The units with entries of all requests, one request after the other, `[kv_indptr[-1]]`: sinks, then those
+        /// that the new tokens see (FlashInfer); of a request that publishes to a prefix cache, those that the token
+        /// behind its last whole page before them sees. `None` for states, and if the planner does not build it.
         kv_indices: KvIndices,
-        /// Entries in the last unit of each request, `[B]`; 0 for a request without entries (FlashInfer). `None` for states.
+        /// Entries in the last unit of each request, `[B]`; 0 for a request without entries (FlashInfer). `None` for
+        /// states.
         kv_last_page_len: KvLastPageLen,
         /// The units of each request by position, `[B, ceil(max_context_len / tokens of a unit)]`, 0 for those that it
-        /// does not have or has no more (FlashAttention and vLLM). `None` for states, and if the planner does not build it.
+        /// does not have or has no more (FlashAttention and vLLM). `None` for states, and if the planner does not build
+        /// it.
         block_table: BlockTable,
         /// The unit of each request's state, `[N, B]`; 0 for padding. `N` is 1, or the number of layers if the group is
         /// placed layer by layer (`SlabLayout.by_layer`). `None` for pages.
