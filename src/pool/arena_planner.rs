@@ -309,7 +309,9 @@ impl ArenaPlanner {
     /// [`ErrorKind::Argument`]: crate::base::ErrorKind::Argument
     /// [`ErrorKind::State`]: crate::base::ErrorKind::State
     pub fn publish(&self, row: i64, tokens: &dyn Tokens, snapshot: bool, stream: Stream) -> Result<usize> {
-        self.arena.make_copy_room()?;
+        if snapshot {
+            self.arena.make_copy_room()?;
+        }
         let mut handed = self.with(|state, _| state.hand_over(row, tokens.count(), snapshot))?;
         let taken = if snapshot { handed.take_snapshots(&self.arena, stream) } else { Ok(Vec::new()) };
         let published = taken.and_then(|taken| {
