@@ -513,7 +513,10 @@ impl PlannerState {
         );
         if has_units {
             self.check_current(plan, plan.changes == self.changes)?;
-            self.batch.fill(&self.tables, true)?;
+        }
+        // On a device a plan leaves the slots to the launch; the units are still those of the plan.
+        if let PlanArray::OutCacheLoc(group) | PlanArray::SlotMapping(group) = array {
+            self.batch.fill_slots(&self.tables, group)?;
         }
         self.arrays.host_copy(&self.batch, &self.tables, array)
     }
