@@ -667,27 +667,7 @@ impl UnitTables {
     /// Undoes [`UnitTables::grow`], but for what it freed.
     pub fn shrink(&mut self, batch: &[UnitGrowth], slabs: &mut Slabs) {
         for growth in batch {
-            self.cut(growth.row, growth.had, slabs);
-        }
-    }
-
-    /// Keeps the first `tokens` tokens of a request, and frees the units of the others.
-    fn cut(&mut self, row: RequestRow, tokens: u32, slabs: &mut Slabs) {
-        for (group, table) in self.groups.iter_mut().enumerate() {
-            let end = if tokens == 0 { 0 } else { table.rule.end(tokens) };
-            if end < table.kept[widen(row.number())].end {
-                self.freed.clear();
-                table.cut(row, end, &mut self.freed);
-                free_sorted(slabs, group, &mut self.freed);
-            }
-            if tokens == 0 {
-                table.leased[widen(row.number())] = 0;
-            }
-        }
-        let request = &mut self.requests[widen(row.number())];
-        request.len = tokens;
-        if tokens == 0 {
-            (request.leased, request.cleared) = (0, 0);
+            self.truncate(growth.row, growth.had, slabs);
         }
     }
 
@@ -726,15 +706,24 @@ impl UnitTables {
     }
 
     /// Keeps the first `tokens` tokens of a request, which [`UnitTables::check_truncate`] has checked, and frees the
-    /// units of the others.
+    /// units of the others. A request that ends keeps none: [`UnitTables::forget`] ends what a cache keeps for it.
     pub fn truncate(&mut self, row: RequestRow, tokens: u32, slabs: &mut Slabs) {
-        self.cut(row, tokens, slabs);
+        for (group, table) in self.groups.iter_mut().enumerate() {
+            let end = if tokens == 0 { 0 } else { table.rule.end(tokens) };
+            if end < table.kept[widen(row.number())].end {
+                self.freed.clear();
+                table.cut(row, end, &mut self.freed);
+                free_sorted(slabs, group, &mut self.freed);
+            }
+        }
+        self.requests[widen(row.number())].len = tokens;
     }
 
     /// Frees the units of all requests.
     pub fn end(&mut self, slabs: &mut Slabs) {
         for row in (0..narrow(self.requests.len())).map(RequestRow::new) {
-            self.cut(row, 0, slabs);
+            self.truncate(row, 0, slabs);
+            self.forget(row);
         }
     }
 
@@ -754,17 +743,28 @@ impl UnitTables {
         }
     }
 
-    /// Checks that a unit has one request, and is held.
+    /// Checks that a unit has one request, and is held, and that a cache keeps no more of a request than it has.
     ///
     /// # Errors
     /// [`ErrorKind::State`](crate::base::ErrorKind::State) with the first unit that does not.
     pub fn verify(&self, slabs: &Slabs) -> Result<()> {
+        for (row, UnitRequest { len, leased, cleared, .. }) in self.requests.iter().enumerate() {
+            if leased > len || (*cleared > 0 && *len > 0) {
+                return Err(Error::state(format!(
+                    "request row {row} has {len} tokens, {leased} of them leased, and {cleared} that were cleared"
+                )));
+            }
+        }
         for (group, table) in self.groups.iter().enumerate() {
             let mut own = Vec::new();
             for row in (0..narrow(self.requests.len())).map(RequestRow::new) {
                 let kept = table.kept[widen(row.number())];
-                if kept.sinks > kept.first || kept.first > kept.end || kept.end > table.rule.width {
-                    return Err(Error::state(format!("request row {row} keeps {kept:?} of group {group}")));
+                let leased = table.leased[widen(row.number())];
+                if kept.sinks > kept.first || kept.first.max(leased) > kept.end || kept.end > table.rule.width
+                {
+                    return Err(Error::state(format!(
+                        "request row {row} keeps {kept:?} of group {group}, {leased} of them leased"
+                    )));
                 }
                 kept.runs().into_iter().for_each(|run| table.list(row, run, &mut own));
             }
