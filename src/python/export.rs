@@ -24,6 +24,17 @@ pub(super) fn to_tensor(py: Python<'_>, view: &TensorView) -> PyResult<Py<PyAny>
     }
 }
 
+/// Wraps `view`, of host memory, as a read-only NumPy array or, without NumPy, as a [`Tensor`], without a copy.
+pub(super) fn to_host_array(py: Python<'_>, view: TensorView) -> PyResult<Bound<'_, PyAny>> {
+    let tensor = Bound::new(py, Tensor::new(view))?.into_any();
+    if py.import("numpy").is_err() {
+        return Ok(tensor);
+    }
+    let array = tensor.call_method0("numpy")?;
+    array.call_method1("setflags", (false,))?;
+    Ok(array)
+}
+
 /// Works like [`to_tensor`], for slots.
 pub(super) fn slots_to_tensor(py: Python<'_>, grant: &mut Grant<'_>) -> PyResult<Py<PyAny>> {
     let Some(torch) = torch(py)? else { return to_tensor(py, &grant.aligned_view()?) };

@@ -8,7 +8,7 @@ use crate::base::Error;
 use crate::pool::{ArenaPlan as Plan, PlanArray};
 
 use super::ArenaPlanner;
-use crate::python::tensor::Tensor;
+use crate::python::export::to_host_array;
 
 /// A planned step over a layout: the arrays that do not depend on a group, and those of each group.
 ///
@@ -69,14 +69,7 @@ fn host_array<'py>(
     plan: &Plan,
     array: PlanArray,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
-    let Some(view) = planner.planner.host_array(plan, array)? else { return Ok(None) };
-    let tensor = Bound::new(py, Tensor::new(view))?.into_any();
-    if py.import("numpy").is_err() {
-        return Ok(Some(tensor));
-    }
-    let array = tensor.call_method0("numpy")?;
-    array.call_method1("setflags", (false,))?;
-    Ok(Some(array))
+    planner.planner.host_array(plan, array)?.map(|view| to_host_array(py, view)).transpose()
 }
 
 fn unknown_array_error(name: &str, names: &[&str]) -> PyErr {

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use crate::pool::{Field, Plan};
 
 use super::BatchPlanner;
-use crate::python::tensor::Tensor;
+use crate::python::export::to_host_array;
 
 /// A planned step: the arrays that attention kernels and samplers read.
 ///
@@ -47,14 +47,7 @@ pub(in crate::python) struct HostPlan {
 impl HostPlan {
     fn array<'py>(&self, py: Python<'py>, field: Field) -> PyResult<Option<Bound<'py, PyAny>>> {
         let view = self.planner.get().planner.host_field(&self.plan, field)?;
-        let Some(view) = view else { return Ok(None) };
-        let tensor = Bound::new(py, Tensor::new(view))?.into_any();
-        if py.import("numpy").is_err() {
-            return Ok(Some(tensor));
-        }
-        let array = tensor.call_method0("numpy")?;
-        array.call_method1("setflags", (false,))?;
-        Ok(Some(array))
+        view.map(|view| to_host_array(py, view)).transpose()
     }
 }
 
