@@ -20,7 +20,8 @@ use crate::tensor::TensorView;
 
 use self::claim::ArenaClaim;
 pub use self::plan_array::PlanArray;
-use self::state::{NotPlanned, PlannerState, padded_size};
+use self::state::{NotPlanned, PlannerState};
+use super::batch_args::padded_size;
 use super::{ArenaLease, CacheArena, make_room};
 
 /// Sizes of an [`ArenaPlanner`].

@@ -13,6 +13,7 @@
 
 mod arena_planner;
 mod arena_prefix_cache;
+mod batch_args;
 mod batch_planner;
 mod block_table;
 mod buffer_pool;

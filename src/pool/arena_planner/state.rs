@@ -12,6 +12,7 @@ use crate::kernels::{
     Executor, IndexSpace, IndexSpaces, UNIT_REQUEST_NUMBERS, UNIT_SPAN_NUMBERS, UnitGroup, UnitPlanBatch,
 };
 use crate::memory::{Backend, Region, RegionWriter, Stream};
+use crate::pool::batch_args::as_many;
 use crate::pool::{ArenaLease, CacheArena, at_least_one, fits_int32};
 use crate::tensor::TensorView;
 
@@ -573,23 +574,4 @@ fn claimed<'a>(
 ) -> impl Iterator<Item = (UnitGrowth, &'a ArenaClaim)> {
     let named = growths.iter().zip(claims);
     named.filter_map(|(growth, claim)| Some((*growth, claim.as_ref()?)))
-}
-
-/// Returns the smallest of `sizes` that a batch of `count` fits.
-pub(super) fn padded_size(count: usize, sizes: Option<&[usize]>) -> Result<usize> {
-    let Some(sizes) = sizes else { return Ok(count) };
-    sizes.iter().copied().filter(|&size| size >= count).min().ok_or_else(|| {
-        Error::argument(format!("a batch of {count} requests is larger than all of pad_to {sizes:?}"))
-    })
-}
-
-fn as_many(name: &str, values: &IndexVec, rows: &IndexVec) -> Result<()> {
-    if values.len() == rows.len() {
-        return Ok(());
-    }
-    Err(Error::argument(format!(
-        "a batch of {} rows and {} {name}; the lengths must be equal",
-        rows.len(),
-        values.len()
-    )))
 }

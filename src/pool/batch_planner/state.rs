@@ -12,6 +12,7 @@ use crate::base::{
 use crate::index::{AbandonedRequest, CallRecord, Growth, GrowthRequest, Owner, PageList, Requests};
 use crate::kernels::Indices;
 use crate::memory::{Backend, Stream};
+use crate::pool::batch_args::{as_many, padded_size};
 use crate::pool::req_to_token_pool::{ReqToTokenPool, RequestTable};
 use crate::pool::shortage::{Shortage, TakeResult};
 use crate::pool::slot_tensors::{SlotTensors, SlotsAt};
@@ -320,16 +321,13 @@ impl PlannerState {
         if tokens_per_req == 0 {
             return Err(Error::argument("tokens_per_req is 0; it must be at least 1"));
         }
-        if seq_lens.len() != count {
+        as_many("seq_lens", seq_lens, rows)?;
+        let batch_size = padded_size(count, pad_to)?;
+        if batch_size > count && !table.config().padding_row {
             return Err(Error::argument(format!(
-                "a batch of {count} rows and {} seq_lens; the lengths must be equal",
-                seq_lens.len()
+                "a batch of {count} requests cannot be padded to {batch_size}: the request table has no padding row"
             )));
         }
-        let batch_size = match pad_to {
-            None => count,
-            Some(sizes) => padded_size(count, sizes, table.config().padding_row)?,
-        };
         self.check_batch(batch_size)?;
         let width = i64::try_from(tokens_per_req).map_err(|_| {
             Error::argument(format!("tokens_per_req {tokens_per_req} is more than a request can have"))
@@ -544,29 +542,4 @@ fn call_of_request(row: RequestRow, slots: &SlotTensors, table: &RequestTable) -
     let owner = holders.first().and_then(|holder| holder.owner.clone());
     let owner = owner.unwrap_or_else(|| Owner::Text(format!("row {row}")));
     Some(Arc::new(CallRecord { owner: Some(owner), ..CallRecord::clone(&call) }))
-}
-
-/// Returns the smallest of `sizes` that a batch of `count` fits.
-fn padded_size(count: usize, sizes: &[usize], padding_row: bool) -> Result<usize> {
-    let found = sizes.iter().copied().filter(|&size| size >= count).min();
-    let size = found.ok_or_else(|| {
-        Error::argument(format!("a batch of {count} requests is larger than all of pad_to {sizes:?}"))
-    })?;
-    if size > count && !padding_row {
-        return Err(Error::argument(format!(
-            "a batch of {count} requests cannot be padded to {size}: the request table has no padding row"
-        )));
-    }
-    Ok(size)
-}
-
-fn as_many(name: &str, values: &IndexVec, rows: &IndexVec) -> Result<()> {
-    if values.len() == rows.len() {
-        return Ok(());
-    }
-    Err(Error::argument(format!(
-        "a batch of {} rows and {} {name}; the lengths must be equal",
-        rows.len(),
-        values.len()
-    )))
 }

@@ -7,12 +7,13 @@ use crate::base::{
 };
 use crate::index::{BadFrees, CallRecord, FenceId};
 use crate::memory::Stream;
+use crate::pool::batch_args::as_many;
 use crate::pool::batch_planner::FinishedRequests;
 use crate::pool::prefix_cache::FencedLock;
 use crate::pool::req_to_token_pool::RequestTable;
 use crate::pool::{FreedRows, Lease};
 
-use super::{PlannerState, Pools, as_many, call_of_request};
+use super::{PlannerState, Pools, call_of_request};
 use crate::pool::batch_planner::leases::LeaseEnd;
 
 /// Whether the slots of a batch are freed at once, or behind a fence.
