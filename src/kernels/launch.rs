@@ -17,7 +17,9 @@ mod unit_plan;
 
 pub(crate) use fetch::{Fetcher, PendingFetch, read_now};
 pub(crate) use plan::{PlanBatch, PlanFields, PlanRequest, PlanRequests};
-pub(crate) use unit_plan::{UNIT_REQUEST_NUMBERS, UNIT_SPAN_NUMBERS, UnitGroup, UnitPlanBatch};
+pub(crate) use unit_plan::{
+    UNIT_GROUP_NUMBERS, UNIT_REQUEST_NUMBERS, UNIT_SPAN_NUMBERS, UnitGroup, UnitPlanBatch,
+};
 
 use std::collections::HashSet;
 use std::ptr;

@@ -37,7 +37,7 @@ pub use indices::{IndexSpace, IndexSpaces, Indices, read_indices};
 pub(crate) use indices::{check_ints, not_indices_error};
 pub(crate) use launch::{
     Fetcher, GrowingBatch, MAX_RUNS, PendingFetch, PlanBatch, PlanFields, PlanRequest, PlanRequests,
-    UNIT_REQUEST_NUMBERS, UNIT_SPAN_NUMBERS, UnitGroup, UnitPlanBatch, read_now,
+    UNIT_GROUP_NUMBERS, UNIT_REQUEST_NUMBERS, UNIT_SPAN_NUMBERS, UnitGroup, UnitPlanBatch, read_now,
 };
 pub use pack::Direction;
 pub(crate) use pack::pack;

@@ -12,7 +12,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
-use crate::base::{Device, Discarded, Error, IndexVec, RequestRow, Result, try_with_capacity};
+use crate::base::{Device, Discarded, Error, IndexVec, RequestRow, Result, try_collect, try_with_capacity};
 use crate::cache::Tokens;
 use crate::index::UnitGrowth;
 use crate::memory::{Backend, Stream};
@@ -225,12 +225,12 @@ impl ArenaPlanner {
         if prefixes.iter().all(Option::is_none) {
             return Ok(Vec::new());
         }
-        let has = self.with(|state, _| -> Result<Vec<bool>> {
+        let has = self.with(|state, _| {
             let rows = state.resolve(rows)?;
             let has = |(row, lease): (&RequestRow, &Option<Arc<ArenaLease>>)| {
                 lease.as_ref().is_some_and(|lease| state.has_lease(*row, lease))
             };
-            Ok(rows.iter().zip(prefixes).map(has).collect())
+            try_collect(rows.iter().zip(prefixes).map(has))
         })?;
         let mut claims = try_with_capacity(prefixes.len())?;
         for (lease, has) in prefixes.iter().zip(has) {

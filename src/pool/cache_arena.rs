@@ -6,7 +6,8 @@ use std::sync::{Arc, Weak};
 use crate::base::bounded::{narrow, signed};
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{
-    DType, Device, Dims, Epoch, Error, IndexVec, Result, contiguous_strides, try_with_capacity, widen,
+    DType, Device, Dims, Epoch, Error, IndexVec, Result, contiguous_strides, try_to_vec, try_with_capacity,
+    widen,
 };
 use crate::index::{BadFrees, OnBadFree, SlabCounts, SlabUnits, Slabs};
 use crate::kernels::{BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerRows, PlaneRows};
@@ -331,8 +332,8 @@ impl CacheArena {
     pub(super) fn copy_units(&self, group: usize, dst: &[i64], src: &[i64], stream: Stream) -> Result<()> {
         let (rows, executor) = &self.units[group];
         for (dst, src) in dst.chunks(COPIED_AT_ONCE).zip(src.chunks(COPIED_AT_ONCE)) {
-            let [dst, src] = [dst, src].map(|units| Indices::Host(IndexVec::I64(units.to_vec())));
-            executor.copy_rows(rows, &dst, &src, stream)?;
+            let [dst, src] = [dst, src].map(|units| Ok(Indices::Host(IndexVec::I64(try_to_vec(units)?))));
+            executor.copy_rows(rows, &dst?, &src?, stream)?;
         }
         Ok(())
     }

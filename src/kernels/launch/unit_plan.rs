@@ -27,18 +27,18 @@ pub(crate) struct UnitGroup {
     pub kv_len: i32,
 }
 
-/// The number of int32 values in a [`UnitGroup`].
-const GROUP_NUMBERS: usize = 11;
+/// The numbers of a group: `UnitGroup` of `params.cuh`.
+pub(crate) const UNIT_GROUP_NUMBERS: usize = 11;
 
 impl UnitGroup {
-    /// Appends the numbers that the device reads.
+    /// Appends the numbers that the device reads, [`UNIT_GROUP_NUMBERS`] of them.
     pub(crate) fn put(self, to: &mut Vec<i32>) {
         /// What places are multiples of on the device.
         const UNIT: usize = 256;
         const { assert!(ALIGNMENT.is_multiple_of(UNIT)) };
         let place = |bytes: usize| int32(bytes / UNIT);
         let some = |bytes: Option<usize>| bytes.map_or(-1, place);
-        let numbers: [i32; GROUP_NUMBERS] = [
+        let numbers: [i32; UNIT_GROUP_NUMBERS] = [
             place(self.table),
             self.width.cast_signed(),
             self.unit_tokens.cast_signed(),
@@ -90,7 +90,7 @@ impl UnitPlanBatch<'_> {
     pub(crate) const fn bytes(groups: usize, requests: usize, units: usize) -> usize {
         const SPARE: usize = 128;
         let each = UNIT_REQUEST_NUMBERS + groups * UNIT_SPAN_NUMBERS;
-        (groups * GROUP_NUMBERS + requests * each + units) * size_of::<i32>() + SPARE
+        (groups * UNIT_GROUP_NUMBERS + requests * each + units) * size_of::<i32>() + SPARE
     }
 }
 
@@ -121,7 +121,7 @@ impl Launcher {
                 req_pool_indices: at(req_pool_indices)?.cast(),
                 seq_lens: at(seq_lens)?.cast(),
                 qo_indptr: at(qo_indptr)?.cast(),
-                groups_count: int32(groups.len() / GROUP_NUMBERS),
+                groups_count: int32(groups.len() / UNIT_GROUP_NUMBERS),
                 batch: int32(batch.batch),
                 padded_batch: int32(requests.len() / UNIT_REQUEST_NUMBERS),
                 tokens: int32(batch.tokens),

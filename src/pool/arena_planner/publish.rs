@@ -5,7 +5,8 @@
 use std::sync::Arc;
 
 use crate::base::bounded::narrow;
-use crate::base::{Epoch, Error, Id, IndexVec, RequestRow, Result, try_with_capacity, widen};
+use crate::base::{Epoch, Error, Id, IndexVec, RequestRow, Result, try_collect, try_with_capacity, widen};
+use crate::memory::Stream;
 use crate::pool::{ArenaLease, CacheArena};
 
 use super::state::PlannerState;
@@ -31,26 +32,28 @@ impl HandedOver {
     /// Takes snapshots of the states, copies of them on `stream`. There are none if the arena is short.
     ///
     /// # Errors
-    /// The errors of [`CacheArena::copy`] for driver calls. Nothing is taken.
-    pub(super) fn take_snapshots(
-        &mut self,
-        arena: &CacheArena,
-        stream: crate::memory::Stream,
-    ) -> Result<Vec<Vec<u32>>> {
-        let wanted: Vec<usize> = self.states.iter().map(Vec::len).collect();
+    /// The errors of [`CacheArena::copy`] for driver calls;
+    /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot list the units. Nothing is
+    /// taken.
+    pub(super) fn take_snapshots(&mut self, arena: &CacheArena, stream: Stream) -> Result<Vec<Vec<u32>>> {
+        let wanted = try_collect(self.states.iter().map(Vec::len))?;
         let Some(taken) = arena.take_held(self.epoch, &wanted, stream)? else { return Ok(Vec::new()) };
+        self.copy_states(arena, &taken, stream).inspect_err(|_| self.free(arena, &taken))?;
+        Ok(taken)
+    }
+
+    /// Copies the states to units that were taken for them, and adds these to the others.
+    fn copy_states(&mut self, arena: &CacheArena, taken: &[Vec<u32>], stream: Stream) -> Result<()> {
         for (group, (units, states)) in taken.iter().zip(&self.states).enumerate() {
             if units.is_empty() {
                 continue;
             }
-            let targets: Vec<i64> = units.iter().map(|&unit| i64::from(unit)).collect();
-            if let Err(failure) = arena.copy_units(group, &targets, states, stream) {
-                self.free(arena, &taken);
-                return Err(failure);
-            }
-            self.units[group] = units.iter().copied().map(Some).collect();
+            let targets = try_collect(units.iter().map(|&unit| i64::from(unit)))?;
+            let snapshot = try_collect(units.iter().copied().map(Some))?;
+            arena.copy_units(group, &targets, states, stream)?;
+            self.units[group] = snapshot;
         }
-        Ok(taken)
+        Ok(())
     }
 
     /// Frees units that nobody has any more.
@@ -99,8 +102,8 @@ impl PlannerState {
         let mut states = try_with_capacity(self.tables.groups())?;
         for group in 0..self.tables.groups() {
             let is_wanted = snapshot && self.tables.rule(group).is_state();
-            let line = self.tables.line(group, row).iter().map(|&unit| i64::from(unit));
-            states.push(if is_wanted { line.collect() } else { Vec::new() });
+            let line = if is_wanted { self.tables.line(group, row) } else { &[] };
+            states.push(try_collect(line.iter().map(|&unit| i64::from(unit)))?);
         }
         let tokens = narrow(tokens);
         let units = self.tables.hand_over(row, tokens)?;
@@ -135,12 +138,15 @@ impl PlannerState {
             self.tables.take_back(handed.row, handed.leased);
             return;
         }
-        let is_state = |group: usize| self.tables.rule(group).is_state();
-        let own = |(group, units): (usize, &Vec<Option<u32>>)| {
-            let units = units.iter().copied().flatten().filter(|_| !is_state(group));
-            units.collect::<Vec<_>>()
-        };
-        let own: Vec<_> = handed.units.iter().enumerate().map(own).collect();
-        handed.free(arena, &own);
+        // A cleared arena has them already.
+        let _ = arena.in_epoch(handed.epoch, |slabs| {
+            // Snapshots were freed by whoever took them.
+            let of_pages =
+                handed.units.iter().enumerate().filter(|(group, _)| !self.tables.rule(*group).is_state());
+            for (group, units) in of_pages {
+                // One by one: a list of them may not fit the host's memory.
+                units.iter().flatten().for_each(|unit| slabs.free_held(group, &[*unit]));
+            }
+        });
     }
 }

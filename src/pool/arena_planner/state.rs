@@ -5,11 +5,12 @@ use std::sync::Arc;
 use crate::base::bounded::narrow;
 use crate::base::{
     Device, Discarded, Epoch, Error, ErrorKind, Id, IndexNumber, IndexVec, RequestRow, Result, try_collect,
-    try_with_capacity, widen,
+    try_extend, try_reserve, try_with_capacity, widen,
 };
 use crate::index::{MissingUnits, OnBadFree, RowTable, UnitGrowth, UnitRule, UnitTables};
 use crate::kernels::{
-    Executor, IndexSpace, IndexSpaces, UNIT_REQUEST_NUMBERS, UNIT_SPAN_NUMBERS, UnitGroup, UnitPlanBatch,
+    Executor, IndexSpace, IndexSpaces, UNIT_GROUP_NUMBERS, UNIT_REQUEST_NUMBERS, UNIT_SPAN_NUMBERS,
+    UnitGroup, UnitPlanBatch,
 };
 use crate::memory::{Backend, Region, RegionWriter, Stream};
 use crate::pool::batch_args::as_many;
@@ -289,8 +290,11 @@ impl PlannerState {
         for group in (0..self.tables.groups()).filter(|&group| self.tables.rule(group).is_state()) {
             let (mut dst, mut src): (Vec<i64>, Vec<i64>) = (Vec::new(), Vec::new());
             for (growth, claim) in claimed() {
-                src.extend(claim.snapshots[group].iter().map(|&unit| i64::from(unit)));
-                dst.extend(self.tables.line(group, growth.row).iter().map(|&unit| i64::from(unit)));
+                let (snapshot, state) = (&claim.snapshots[group], self.tables.line(group, growth.row));
+                try_reserve(&mut src, snapshot.len())?;
+                src.extend(snapshot.iter().map(|&unit| i64::from(unit)));
+                try_reserve(&mut dst, state.len())?;
+                dst.extend(state.iter().map(|&unit| i64::from(unit)));
             }
             if !dst.is_empty() {
                 arena.copy_units(group, &dst, &src, stream)?;
@@ -349,12 +353,13 @@ impl PlannerState {
         let Self { tables, arrays, batch, executor, .. } = self;
         let Executor::Device(launcher) = executor else { return Ok(()) };
         let (count, groups) = (batch.growths.len(), tables.groups());
-        let mut numbers = [Vec::new(), try_with_capacity(count * UNIT_REQUEST_NUMBERS)?];
+        let mut group_numbers = try_with_capacity(groups * UNIT_GROUP_NUMBERS)?;
+        let mut request_numbers = try_with_capacity(count * UNIT_REQUEST_NUMBERS)?;
         let mut begin = 0;
         let mut longest = 0;
         for growth in &batch.growths {
             let request = [growth.row.number(), growth.prefix, growth.seq, begin];
-            numbers[1].extend(request.map(u32::cast_signed));
+            request_numbers.extend(request.map(u32::cast_signed));
             begin += growth.new_tokens();
             longest = longest.max(growth.new_tokens());
         }
@@ -384,7 +389,7 @@ impl PlannerState {
                 longest = longest.max(kept.end).max(change.zeros[1]);
                 if at < batch.real {
                     for run in kept.runs_from(sent) {
-                        units.extend_from_slice(&tables.line(group, growth.row)[run]);
+                        try_extend(&mut units, &tables.line(group, growth.row)[run])?;
                     }
                 }
             }
@@ -402,13 +407,13 @@ impl PlannerState {
                 block_table: places.block_table,
                 kv_len: kv_begin.cast_signed(),
             }
-            .put(&mut numbers[0]);
+            .put(&mut group_numbers);
         }
         let planned = UnitPlanBatch {
             region: arrays.memory.region(),
             common: arrays.layout.common,
-            groups: &numbers[0],
-            requests: &numbers[1],
+            groups: &group_numbers,
+            requests: &request_numbers,
             spans: &spans,
             units: &units,
             batch: batch.real,
