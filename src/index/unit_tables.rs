@@ -671,13 +671,20 @@ impl UnitTables {
         }
     }
 
-    /// Returns the tokens that the request at `position` of a batch is to keep, checked.
+    /// Returns the tokens that the request at `position` of a batch is to keep, checked. Errors name the groups as
+    /// they are `declared`.
     ///
     /// # Errors
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) if it has fewer tokens, if the token after them sees
     /// some whose units were freed, or if a cache keeps more of them;
     /// [`ErrorKind::Stale`](crate::base::ErrorKind::Stale) as in [`UnitTables::growth`].
-    pub fn check_truncate(&self, position: usize, row: RequestRow, tokens: i64) -> Result<u32> {
+    pub fn check_truncate(
+        &self,
+        position: usize,
+        row: RequestRow,
+        tokens: i64,
+        declared: &[Group],
+    ) -> Result<u32> {
         if let Some(error) = self.cleared_error(position, row) {
             return Err(error);
         }
@@ -692,11 +699,12 @@ impl UnitTables {
         if tokens < leased {
             return refused(format!("of which {leased} are leased; it cannot be truncated to {tokens}"));
         }
-        for (group, table) in self.groups.iter().enumerate() {
+        for (group, table) in declared.iter().zip(&self.groups) {
             let (kept, first) = (table.kept[widen(row.number())], table.rule.first(tokens));
             if first.max(table.rule.sinks) < kept.first.min(table.rule.end(tokens)) {
                 return refused(format!(
-                    "and, in group {group}, units from token {} on; the token after {tokens} sees token {}",
+                    "and, in group {}, units from token {} on; the token after {tokens} sees token {}",
+                    group.name(),
                     kept.first * table.rule.tokens(),
                     first * table.rule.tokens()
                 ));

@@ -149,6 +149,17 @@ def test_a_step_frees_what_lies_behind_windows() -> None:
     assert [*planner.units(row, "full")] == [*range(9)]
 
 
+def test_a_truncation_that_needs_freed_units_names_the_group() -> None:
+    planner = make(PLAIN)
+    [row] = planner.alloc() or []
+    assert planner.extend([row], [0], [32]) is not None
+    assert planner.decode([row], [33]) is not None
+    message = "33 tokens and, in group window, units from token 24 on; the token after 24 sees token 16"
+    with pytest.raises(ArgumentError, match=message):
+        planner.truncate([row], [24])
+    assert planner.seq_len(row) == 33
+
+
 def test_kept_tensors_are_those_of_the_next_plan() -> None:
     planner = make(PLAIN)
     [row] = planner.alloc() or []

@@ -440,7 +440,7 @@ impl PlannerState {
         let rows = self.resolve(rows)?;
         let mut lens = try_with_capacity(rows.len())?;
         for (position, (&row, len)) in rows.iter().zip(seq_lens.iter()).enumerate() {
-            lens.push(self.tables.check_truncate(position, row, len)?);
+            lens.push(self.tables.check_truncate(position, row, len, arena.layout().groups())?);
         }
         let cuts = rows.into_iter().zip(lens);
         self.cut(arena, cuts);
