@@ -3266,7 +3266,8 @@ class CacheArena(Pool):
             src: The units that are read, as many.
 
         Raises:
-            ArgumentError: If there is no such group, or the numbers of units differ.
+            ArgumentError: If there is no such group, the numbers of units differ, or there are more than 8192. A state
+                that is placed layer by layer counts once for each layer.
             IndexError: If there is no such unit in `src`.
             IndexOwnershipError: If a unit of `dst` is not in use, or is a planner's or a prefix cache's.
             DriverError: If a driver call fails, or the stream is being captured.

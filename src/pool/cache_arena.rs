@@ -295,11 +295,12 @@ impl CacheArena {
     /// one launch on `stream`.
     ///
     /// # Errors
-    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a group that does not exist and for different
-    /// lengths; [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for a target that is not in use
-    /// or is a planner's or a prefix cache's, [`ErrorKind::Index`](crate::base::ErrorKind::Index) for a source that
-    /// does not exist; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails. Nothing is
-    /// copied.
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a group that does not exist, for different lengths
+    /// and for more than 8192 units; [`ErrorKind::IndexOwnership`](crate::base::ErrorKind::IndexOwnership) for a target
+    /// that is not in use or is a planner's or a prefix cache's, [`ErrorKind::Index`](crate::base::ErrorKind::Index)
+    /// for a source that does not exist; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call
+    /// fails; [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot list the units.
+    /// Nothing is copied.
     pub fn copy(&self, group: usize, dst: &[i64], src: &[i64], stream: Stream) -> Result<()> {
         self.check_group(group)?;
         if dst.len() != src.len() {

@@ -391,3 +391,5 @@ def test_units_are_copied_by_the_arena() -> None:
         arena.copy("full", units["full"][:1], [1_000_000])
     with pytest.raises(ArgumentError, match="no group"):
         arena.copy("other", [], [])
+    with pytest.raises(ArgumentError, match="8193 units are more than the 8192 that are copied at once"):
+        arena.copy("full", [1] * 8193, [1] * 8193)
