@@ -29,6 +29,7 @@ mod host_tier;
 mod kv_pool;
 mod mirror;
 mod page_pool;
+mod piece_names;
 mod prefix_cache;
 mod remote_store;
 mod req_to_token_pool;

@@ -4,10 +4,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::Result;
-use crate::cache::{Continuation, Digest, LowerTierContents, PageHash, StoreKeys};
+use crate::cache::{Continuation, Digest, LowerTierContents, PageHash};
 use crate::layout::CacheLayout;
-use crate::memory::{HostRows, Keep};
+use crate::memory::{Keep, Region};
 use crate::pool::host_tier::{IncomingPieces, PieceKind};
+use crate::pool::piece_names::PieceNames;
 use crate::pool::{HostTier, Store, StoreTransfer};
 
 /// Pages that are looked for in a store at once, and snapshots, which have more parts.
@@ -23,13 +24,9 @@ pub(super) struct StoreAccess {
     states: PieceNames,
 }
 
-/// The names of the pieces of one kind, and the parts in which they are stored.
-#[derive(Debug)]
-struct PieceNames {
-    keys: StoreKeys,
-    /// Bytes of a piece, and the maximum bytes of a part.
-    piece_bytes: usize,
-    part_bytes: usize,
+/// Returns the first and only piece of each key.
+fn first(keys: &[PageHash]) -> impl Iterator<Item = (&PageHash, usize)> {
+    keys.iter().map(|key| (key, 0))
 }
 
 /// The part of a prompt that follows the part on the device, and is in the tier or in the store.
@@ -44,52 +41,15 @@ pub(super) struct AvailablePages {
     pub(super) lacks_state: bool,
 }
 
-impl PieceNames {
-    fn new(tier: &HostTier, kind: PieceKind, part_bytes: usize, model: &str, digest: Digest) -> Self {
-        let layout = tier.cache_layout(kind).map_or(Vec::new(), CacheLayout::descriptions);
-        let parts: Vec<&[u8]> =
-            std::iter::once(model).chain(layout.iter().map(String::as_str)).map(str::as_bytes).collect();
-        let piece_bytes = tier.piece_bytes(kind);
-        Self {
-            keys: StoreKeys::new(digest, &parts),
-            piece_bytes,
-            part_bytes: part_bytes.min(piece_bytes).max(1),
-        }
-    }
-
-    /// Returns the number of parts in which a piece is stored.
-    const fn parts(&self) -> usize {
-        self.piece_bytes.div_ceil(self.part_bytes)
-    }
-
-    /// Returns the names of the parts of pieces.
-    fn of(&self, keys: &[PageHash]) -> Vec<PageHash> {
-        let parts = 0..crate::base::bounded::narrow(self.parts());
-        keys.iter().flat_map(|key| parts.clone().map(|part| self.keys.piece(key, part))).collect()
-    }
-
-    /// Returns the parts of pieces in `ranges` of their memory.
-    fn rows(
-        &self,
-        tier: &HostTier,
-        kind: PieceKind,
-        ranges: &[Range<usize>],
-        owner: Keep,
-    ) -> Result<HostRows> {
-        let part = |range: &Range<usize>, part: usize| {
-            let begin = range.start + part * self.part_bytes;
-            begin..(begin + self.part_bytes).min(range.end)
-        };
-        let parts = ranges.iter().flat_map(|range| (0..self.parts()).map(move |number| part(range, number)));
-        let region = tier.region(kind).expect("there are pieces of this kind");
-        HostRows::of_ranges(region, parts.collect(), owner)
-    }
-}
-
 impl StoreAccess {
     /// Returns the access to `store` for pieces of `model` in `tier`, with names made by `digest`.
     pub(super) fn new(tier: &Arc<HostTier>, store: Arc<dyn Store>, model: &str, digest: Digest) -> Self {
-        let names = |kind| PieceNames::new(tier, kind, store.max_bytes(), model, digest);
+        let names = |kind| {
+            let layout = tier.cache_layout(kind).map_or(Vec::new(), CacheLayout::descriptions);
+            let context = std::iter::once(model).chain(layout.iter().map(String::as_str));
+            let context: Vec<&[u8]> = context.map(str::as_bytes).collect();
+            PieceNames::new(digest, &context, tier.piece_bytes(kind), store.max_bytes())
+        };
         let (pages, states) = (names(PieceKind::Page), names(PieceKind::State));
         Self { tier: Arc::clone(tier), store, pages, states }
     }
@@ -107,8 +67,7 @@ impl StoreAccess {
             return Ok(Vec::new());
         }
         let names = self.names(kind);
-        let present = self.store.find(&names.of(keys))?;
-        Ok(present.chunks(names.parts()).map(|parts| parts.iter().all(|part| *part)).collect())
+        Ok(names.whole(&self.store.find(&names.of(first(keys)))?))
     }
 
     /// Records a use of consecutive pieces, and finds which of them the store has. Waits for it.
@@ -117,8 +76,7 @@ impl StoreAccess {
             return Ok(Vec::new());
         }
         let names = self.names(kind);
-        let present = self.store.touch(&names.of(keys))?;
-        Ok(present.chunks(names.parts()).map(|parts| parts.iter().all(|part| *part)).collect())
+        Ok(names.whole(&self.store.touch(&names.of(first(keys)))?))
     }
 
     /// Begins to put pieces in `ranges` of the tier's memory, which `owner` keeps.
@@ -130,8 +88,8 @@ impl StoreAccess {
         owner: Keep,
     ) -> Result<Arc<StoreTransfer>> {
         let names = self.names(kind);
-        let rows = names.rows(&self.tier, kind, ranges, owner)?;
-        self.store.put(names.of(keys), rows)
+        let rows = names.rows(self.region(kind), ranges, owner)?;
+        self.store.put(names.of(first(keys)), rows)
     }
 
     /// Returns which pieces a put that is over has stored; `None` while it is not over.
@@ -141,19 +99,23 @@ impl StoreAccess {
             return None;
         }
         let present = transfer.present().unwrap_or_default();
-        Some(present.chunks(self.names(kind).parts()).map(|parts| parts.iter().all(|part| *part)).collect())
+        Some(self.names(kind).whole(&present))
     }
 
     /// Begins to get pieces that are expected.
     pub(super) fn get(&self, kind: PieceKind, incoming: &Arc<IncomingPieces>) -> Result<Arc<StoreTransfer>> {
         let names = self.names(kind);
-        let rows = names.rows(&self.tier, kind, incoming.ranges(), Arc::clone(incoming) as Keep)?;
-        self.store.get(names.of(incoming.keys()), rows)
+        let rows = names.rows(self.region(kind), incoming.ranges(), Arc::clone(incoming) as Keep)?;
+        self.store.get(names.of(first(incoming.keys())), rows)
     }
 
     /// Returns the number of pieces before the first that a transfer did not bring whole.
     pub(super) fn leading(&self, kind: PieceKind, transfer: &StoreTransfer) -> Result<usize> {
         Ok(transfer.leading()? / self.names(kind).parts())
+    }
+
+    fn region(&self, kind: PieceKind) -> &Arc<Region> {
+        self.tier.region(kind).expect("there are pieces of this kind")
     }
 
     pub(super) const fn tier(&self) -> &Arc<HostTier> {
