@@ -48,6 +48,7 @@ mod pool_name;
 mod prefix_cache;
 mod prefix_report;
 mod req_to_token_pool;
+mod store_arg;
 mod store_queue;
 mod tensor;
 mod tensor_cache;

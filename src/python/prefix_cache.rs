@@ -14,24 +14,23 @@ use pyo3::types::PyTuple;
 use crate::base::{Device, Error};
 use crate::cache::PolicyKind;
 use crate::index::CallGuard;
-use crate::memory::Stream;
+use crate::memory::{Region, Stream};
 use crate::pool::{
-    HostTier as HostTierOfPool, Lease as PoolLease, LowerStore, LowerTier, PrefixCache as Cache,
-    PrefixCacheConfig, Publication, Published as PoolPublished, Store,
+    Lease as PoolLease, LowerTier, PrefixCache as Cache, PrefixCacheConfig, Publication,
+    Published as PoolPublished,
 };
 
 use super::args::{self, Arg};
 use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
 use super::fetch::Fetch;
-use super::file_store::FileStore;
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
 use super::host_tier::HostTier;
 use super::page_keys::{digest, namespace_of};
 use super::pool_name::PoolName;
 use super::prefix_report::{Segment, event_to_py};
-use super::store_queue::StoreQueue;
+use super::store_arg::lower_store;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
 use super::{logging, wait_in_slices};
@@ -115,61 +114,16 @@ fn lower_tier(tiers: &[Bound<'_, PyAny>], model: Option<&str>) -> PyResult<Optio
         }
     };
     let Some(given) = host else {
-        return model.map_or(Ok(None), |model| Err(without_store(model)));
+        lower_store(None, model, Vec::new)?;
+        return Ok(None);
     };
     let host = given.cast::<HostTier>().map_err(|_| {
         PyTypeError::new_err(format!("tiers[0] must be a HostTier, not {}", args::kind_of(given)))
     })?;
     let host = Arc::clone(&host.get().tier);
-    let store = match (store.map(StoreArg::of).transpose()?, model) {
-        (None, None) => None,
-        (Some(store), Some(model)) => {
-            Some(LowerStore { store: store.attached(&host)?, model: model.to_owned() })
-        }
-        (Some(_), None) => {
-            return Err(Error::config("a store needs the name of the model whose pages it has: model").into());
-        }
-        (None, Some(model)) => return Err(without_store(model)),
-    };
+    let region = |region: &Arc<Region>| (region.address().as_ptr().addr(), region.bytes());
+    let store = lower_store(store, model, || host.regions().map(region).collect())?;
     Ok(Some(LowerTier { host, digest, store }))
-}
-
-#[cold]
-fn without_store(model: &str) -> PyErr {
-    Error::config(format!("model is {model:?}, but there is no store whose pages it would name")).into()
-}
-
-/// A store as its user gave it.
-enum StoreArg<'a, 'py> {
-    Files(&'a Bound<'py, FileStore>),
-    Python { store: &'a Bound<'py, PyAny>, queue: Bound<'py, StoreQueue> },
-}
-
-impl<'a, 'py> StoreArg<'a, 'py> {
-    fn of(object: &'a Bound<'py, PyAny>) -> PyResult<Self> {
-        if let Ok(files) = object.cast::<FileStore>() {
-            return Ok(Self::Files(files));
-        }
-        let queue = object.getattr_opt("_queue")?.and_then(|queue| queue.cast_into::<StoreQueue>().ok());
-        let queue = queue.ok_or_else(|| {
-            let kind = args::kind_of(object);
-            PyTypeError::new_err(format!("tiers[1] must be a FileStore or another Store, not {kind}"))
-        })?;
-        Ok(Self::Python { store: object, queue })
-    }
-
-    /// Returns the store, after telling it the memory of the tier above it.
-    fn attached(self, host: &HostTierOfPool) -> PyResult<Arc<dyn Store>> {
-        match self {
-            Self::Files(files) => Ok(Arc::clone(&files.get().store) as _),
-            Self::Python { store, queue } => {
-                let memory: Vec<_> =
-                    host.regions().map(|region| (region.address().as_ptr().addr(), region.bytes())).collect();
-                store.call_method1("attach", (memory,))?;
-                Ok(Arc::clone(&queue.get().store) as _)
-            }
-        }
-    }
 }
 
 impl PrefixCache {
