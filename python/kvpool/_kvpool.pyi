@@ -2930,37 +2930,58 @@ class Segment:
 
 @final
 class Stored:
-    """Consecutive pages were stored."""
+    """Consecutive pages were stored, or consecutive units of a group of an `ArenaPrefixCache`."""
 
     @property
     def pages(self) -> list[bytes]:
-        """The keys of the pages, each of 32 bytes: BLAKE3 of the key before and the tokens of the page, as int32 in little
+        """The keys of the pages, each of 32 bytes; of units, the keys of the pages that they end with. A key is BLAKE3 of the key before and the tokens of the page, as int32 in little
         endian. Before the first page, it is that of the page size, as uint64, a byte for the kind of the namespace (0:
         None, 1: an int, 2: a str, 3: bytes) and the namespace, an int in decimal.
         """
     @property
     def parent(self) -> bytes | None:
-        """The key of the previous page; `None` at the beginning of a prompt."""
+        """The key of the page before `tokens`; `None` at the beginning of a prompt."""
     @property
     def tokens(self) -> list[int]:
-        """The token ids of the pages."""
+        """The token ids of the pages or units, the same number for each: for a unit of several pages those of all, for a
+        snapshot of a state those of the page at whose end it is.
+        """
     @property
     def namespace(self) -> Namespace:
         """The namespace of the pages."""
     @property
     def tier(self) -> TierName:
         """The tier of the pages: "device" or "host"."""
+    @property
+    def group(self) -> str | None:
+        """The name of the group whose units were stored; `None` for pages, which are those of a `PrefixCache`, and those of an
+        `ArenaPrefixCache` that has no full group with a unit for every page.
+        """
+    @property
+    def kind(self) -> GroupKind | None:
+        """The kind of the group: "full", "window", "chunk" or "state"; `None` for pages."""
+    @property
+    def window(self) -> int | None:
+        """The tokens of the window or chunk of the group; `None` for others. `Group.tokens` of the layout is the same."""
 
 @final
 class Removed:
-    """Pages were removed."""
+    """Pages were removed, or units of a group of an `ArenaPrefixCache`."""
 
     @property
     def pages(self) -> list[bytes]:
-        """The keys of the pages."""
+        """The keys of the pages; of units, the keys of the pages that they ended with."""
     @property
     def tier(self) -> TierName:
         """The tier of the pages: "device" or "host"."""
+    @property
+    def group(self) -> str | None:
+        """The name of the group whose units were removed; `None` for pages, which are those of a `PrefixCache`, and those of an
+        `ArenaPrefixCache` that has no full group with a unit for every page.
+        """
+    @property
+    def kind(self) -> GroupKind | None:
+        """The kind of the group: "full", "window", "chunk" or "state"; `None` for pages."""
 
 @final
 class Cleared:
@@ -3417,8 +3438,14 @@ class ArenaPrefixCache(Pool):
         """
     def events(self) -> list[Stored | Removed | Cleared]:
         """Returns the changes since the last call, in order: objects of `Stored`, `Removed` and `Cleared`, as those of
-        `PrefixCache.events`. A page is stored as long as its tokens are known here; a match may end before it, where a
-        window or a state was evicted.
+        `PrefixCache.events`, for every group.
+
+        A unit that the cache takes or gives up is an event of its group, and named by the key of the page that it ends
+        with; a snapshot of a state by that of the page at whose end it is. So a reader knows which units a prompt has, and
+        where every group can go on, by the same rules as `match`. If no full group has a unit for every page, pages are
+        reported as well, without a group: a prefix is known as far as its pages are.
+
+        65,536 events are kept; a reader that falls further behind gets `Cleared` and must start over.
 
         Raises:
             StateError: If the cache was made without `events=True`.

@@ -18,6 +18,7 @@
 
 mod blocks;
 mod contents;
+mod events;
 mod evict;
 mod explain;
 mod invariants;
@@ -29,10 +30,12 @@ use crate::base::{Id, Page, Result, StateSlot, widen};
 use crate::layout::{CacheLayout, Group, GroupKind, PrefixUnits};
 
 use super::tree::{Hold, ResumeAt, Tree, TreePosition, TreeStats};
-use super::{BlockTokens, CacheEvent, Cause, Digest, Namespace, PolicyKind, Tokens};
+use super::{BlockTokens, CacheEvent, Cause, Namespace, PolicyKind, Tokens};
 use blocks::Blocks;
+use events::UnitEvents;
 
 pub use contents::CachedPage;
+pub use events::JournalOf;
 pub use evict::{Relief, UnitsToFree};
 pub use explain::{GroupExplanation, GroupReason};
 pub use publish::{GroupPublication, PublicationPlan};
@@ -132,6 +135,7 @@ pub struct GroupTree {
     vacant_ends: Vec<StateSlot>,
     /// The number of holds.
     holds: usize,
+    events: Option<UnitEvents>,
 }
 
 impl fmt::Debug for GroupTree {
@@ -145,29 +149,28 @@ impl fmt::Debug for GroupTree {
 
 impl GroupTree {
     /// Creates an empty tree for the groups of a layout, whose units have these `numbers`. `capacity` is the number of
-    /// tokens that the policy expects to be kept. With a digest, the tree keeps a journal.
+    /// tokens that the policy expects to be kept. With `events`, the tree keeps a journal.
     #[must_use]
     pub fn new(
         layout: &CacheLayout,
         numbers: &[UnitNumbers],
         policy: PolicyKind,
         capacity: u64,
-        events: Option<Digest>,
+        events: Option<JournalOf>,
     ) -> Self {
         let page_size = layout.page_size();
         let page_tokens = u32::try_from(page_size).expect("units of a page have indices in int32");
         let policy = policy.policy(capacity, BlockTokens::of_page_size(page_tokens));
-        let mut tree = Tree::new(page_size, ResumeAt::AnyPage, policy);
-        if let Some(digest) = events {
-            tree.keep_journal(digest);
-        }
+        let tree = Tree::new(page_size, ResumeAt::AnyPage, policy);
         let groups = layout.groups().to_vec();
         let has_states = groups.iter().any(is_state);
         let pages = |group: &Group| group.unit_tokens(page_size).map_or(1, |tokens| tokens / page_size);
         let step = if has_states { 1 } else { groups.iter().map(pages).fold(1, least_common_multiple) };
         let blocks = Blocks::new(&groups, numbers, page_size);
         let (ends, vacant_ends) = (Vec::new(), Vec::new());
-        Self { tree, groups, numbers: numbers.to_vec(), page_size, step, blocks, ends, vacant_ends, holds: 0 }
+        let events = events.map(|journal| UnitEvents::new(journal, &groups, page_size));
+        let numbers = numbers.to_vec();
+        Self { tree, groups, numbers, page_size, step, blocks, ends, vacant_ends, holds: 0, events }
     }
 
     /// Returns the groups.
@@ -196,7 +199,8 @@ impl GroupTree {
     pub fn stats(&self) -> TreeStats {
         let stats = self.tree.stats();
         let ends = self.ends.capacity() * size_of::<Option<End>>();
-        TreeStats { bytes: stats.bytes + self.blocks.bytes() + ends, ..stats }
+        let events = self.events.as_ref().map_or(0, UnitEvents::bytes);
+        TreeStats { bytes: stats.bytes + self.blocks.bytes() + ends + events, ..stats }
     }
 
     /// Returns the number of units of a group.
@@ -307,18 +311,29 @@ impl GroupTree {
     }
 
     /// Takes the events since the last call, in order.
+    ///
+    /// Each unit that the tree takes or gives up is reported with its group, by the key of the page that it ends with; a
+    /// snapshot by that of the page at whose end it is. If no full group has a unit for every page, pages are reported as
+    /// well, without a group.
     pub fn take_events(&mut self) -> Vec<CacheEvent> {
-        self.tree.take_events()
+        self.events.as_mut().map_or(Vec::new(), UnitEvents::take)
     }
 
     /// Takes over the journal of `earlier`, all of whose units were freed.
     pub fn keep_journal_of(&mut self, earlier: &mut Self) {
-        self.tree.keep_journal_of(&mut earlier.tree);
+        if let (Some(events), Some(earlier)) = (&mut self.events, &mut earlier.events) {
+            events.continue_from(earlier);
+        }
     }
 
     /// Removes the prefixes of a namespace, or all of them. Prefixes in use can no longer be found, and are
     /// removed with their last lease.
     pub fn clear(&mut self, namespace: Option<&Namespace>, cause: Cause) -> UnitsToFree {
+        match (namespace, &mut self.events) {
+            (_, None) => (),
+            (None, Some(events)) => events.record_cleared(),
+            (Some(namespace), Some(_)) => self.record_all_removed(namespace),
+        }
         let evicted = self.tree.clear(namespace, cause);
         self.recycle(evicted)
     }

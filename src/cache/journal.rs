@@ -1,11 +1,13 @@
 //! Events that report the changes of a cache to another process, such as a router that sends each prompt to
 //! the machine that has most of it.
 //!
-//! Events name pages by their [keys](super::keys).
+//! Events name pages by their [keys](super::keys), and a unit of a group by the key of the page that it ends with.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use crate::base::try_to_vec;
+use crate::layout::GroupKind;
 
 use super::{Namespace, PageHash};
 
@@ -29,28 +31,41 @@ impl Tier {
     }
 }
 
+/// The group of a layout whose units an event is about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EventGroup {
+    /// The name.
+    pub name: String,
+    /// How long its units are needed.
+    pub kind: GroupKind,
+}
+
 /// A change of the contents of a cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
-    /// Consecutive pages of a prefix were stored.
+    /// Consecutive pages of a prefix were stored, or consecutive units of a group.
     Stored {
-        /// The keys of the pages, in order.
+        /// The keys of the pages, or of those with which the units end, in order.
         pages: Vec<PageHash>,
         /// The key of the page before them, if there is one.
         parent: Option<PageHash>,
-        /// The token ids of the pages, the same number for each page.
+        /// The token ids of the pages or units, the same number for each. A snapshot counts as the page before it.
         tokens: Vec<i32>,
         /// The namespace of their prefix.
         namespace: Namespace,
         /// The memory that has the pages now.
         tier: Tier,
+        /// The group of the units; `None` for pages.
+        group: Option<Arc<EventGroup>>,
     },
-    /// Pages were removed.
+    /// Pages or units were removed.
     Removed {
-        /// The keys of the pages.
+        /// The keys of the pages, or of those with which the units end.
         pages: Vec<PageHash>,
         /// The memory that no longer has the pages.
         tier: Tier,
+        /// The group of the units; `None` for pages.
+        group: Option<Arc<EventGroup>>,
     },
     /// The cache was cleared, or events were lost: later events do not describe everything that is cached.
     Cleared,
@@ -64,7 +79,7 @@ pub(super) struct Journal {
     tokens: usize,
 }
 
-/// Consecutive pages of a prefix with their keys.
+/// Consecutive pages of a prefix with their keys, or consecutive units of a group.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KeyedRun<'a> {
     pub(super) namespace: &'a Namespace,
@@ -93,22 +108,25 @@ const MAX_EVENTS: usize = 1 << 16;
 const MAX_TOKENS: usize = 1 << 21;
 
 impl Journal {
-    /// Records that a tier has consecutive pages of a prefix.
-    pub(super) fn stored(&mut self, tier: Tier, run: KeyedRun<'_>) {
+    /// Records that a tier has consecutive pages of a prefix, or units of a group.
+    pub(super) fn stored(&mut self, tier: Tier, group: Option<&Arc<EventGroup>>, run: KeyedRun<'_>) {
         let KeyedRun { namespace, parent, tokens, keys } = run;
         let (Ok(pages), Ok(tokens)) = (try_to_vec(keys), try_to_vec(tokens)) else {
             // A reader that misses events starts over.
             return self.start_over();
         };
-        self.push(CacheEvent::Stored { pages, parent, tokens, namespace: namespace.clone(), tier });
+        let (namespace, group) = (namespace.clone(), group.cloned());
+        self.push(CacheEvent::Stored { pages, parent, tokens, namespace, tier, group });
     }
 
-    /// Records that pages can no longer be found in a tier.
-    pub(super) fn removed(&mut self, tier: Tier, keys: &[PageHash]) {
+    /// Records that pages, or units of a group, can no longer be found in a tier.
+    pub(super) fn removed(&mut self, tier: Tier, group: Option<&Arc<EventGroup>>, keys: &[PageHash]) {
+        if keys.is_empty() {
+            return;
+        }
         let all = self.tokens + keys.len();
-        match self.events.back_mut() {
-            _ if keys.is_empty() => (),
-            Some(CacheEvent::Removed { pages, tier: last }) if *last == tier && all <= MAX_TOKENS => {
+        match self.last_removed(tier, group) {
+            Some(pages) if all <= MAX_TOKENS => {
                 // A reader that misses events starts over.
                 if pages.try_reserve(keys.len()).is_err() {
                     return self.start_over();
@@ -117,10 +135,26 @@ impl Journal {
                 self.tokens = all;
             }
             _ => match try_to_vec(keys) {
-                Ok(pages) => self.push(CacheEvent::Removed { pages, tier }),
+                Ok(pages) => self.push(CacheEvent::Removed { pages, tier, group: group.cloned() }),
                 Err(_) => self.start_over(),
             },
         }
+    }
+
+    /// Returns the keys of the last event, if it is such a removal. An eviction takes units of several groups: of the
+    /// removals at the end, the one of this group counts as the last.
+    fn last_removed(&mut self, tier: Tier, group: Option<&Arc<EventGroup>>) -> Option<&mut Vec<PageHash>> {
+        for event in self.events.iter_mut().rev() {
+            match event {
+                CacheEvent::Removed { pages, tier: last, group: of } if *last == tier => {
+                    if of.as_ref() == group {
+                        return Some(pages);
+                    }
+                }
+                _ => return None,
+            }
+        }
+        None
     }
 
     /// Records that the cache is empty.
@@ -163,7 +197,11 @@ mod tests {
     fn store(journal: &mut Journal, pages: usize) {
         let (tokens, keys) = (vec![7; pages], vec![[0; 32]; pages]);
         let namespace = &Namespace::Unnamed;
-        journal.stored(Tier::Device, KeyedRun { namespace, parent: None, tokens: &tokens, keys: &keys });
+        journal.stored(
+            Tier::Device,
+            None,
+            KeyedRun { namespace, parent: None, tokens: &tokens, keys: &keys },
+        );
     }
 
     #[test]
@@ -175,7 +213,7 @@ mod tests {
         store(&mut journal, HALF);
         assert_eq!(journal.take().len(), 3, "what was before a clear does not count");
         for _ in 0..3 {
-            journal.removed(Tier::Device, &vec![[0; 32]; HALF]);
+            journal.removed(Tier::Device, None, &vec![[0; 32]; HALF]);
         }
         let events = journal.take();
         let [CacheEvent::Cleared, CacheEvent::Removed { pages, .. }] = &events[..] else {

@@ -157,6 +157,13 @@ impl PageKeys {
         removed.extend(pages.iter().filter_map(|page| self.by_page.remove(page)));
     }
 
+    /// Removes pages that can no longer be found.
+    pub(super) fn forget(&mut self, pages: &[Page]) {
+        for page in pages {
+            self.by_page.remove(page);
+        }
+    }
+
     pub(super) fn clear(&mut self) {
         self.by_page.clear();
     }

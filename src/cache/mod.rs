@@ -13,7 +13,7 @@
 //! | token ids of a caller, compared in place | [`Tokens`] |
 //! | users whose prefixes stay apart | [`Namespace`] |
 //! | the reasons for a miss | [`Tree::explain`], [`Segment`] |
-//! | changes of a cache | [`Tree::keep_journal`], [`CacheEvent`] |
+//! | changes of a cache | [`Tree::keep_journal`], [`JournalOf`], [`CacheEvent`] |
 //! | names of pages for other processes and other tiers | [`KeyChain`], [`PageHash`], [`StoreKeys`] |
 //! | pages for a tier below, and the contents of that tier | [`Tree::offer`], [`Residency`] |
 
@@ -33,10 +33,10 @@ mod tokens;
 mod tree;
 
 pub use group_tree::{
-    CachedPage, GroupExplanation, GroupHold, GroupPublication, GroupReason, GroupTree, LeasedUnits,
-    PublicationPlan, Relief, UnitNumbers, UnitsToFree,
+    CachedPage, GroupExplanation, GroupHold, GroupPublication, GroupReason, GroupTree, JournalOf,
+    LeasedUnits, PublicationPlan, Relief, UnitNumbers, UnitsToFree,
 };
-pub use journal::{CacheEvent, Tier};
+pub use journal::{CacheEvent, EventGroup, Tier};
 pub(crate) use keys::hex;
 pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;

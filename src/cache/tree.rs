@@ -32,7 +32,7 @@ use evict::Queues;
 use explain::EvictionLog;
 use keyed_pages::KeyedPages;
 use offers::Offers;
-use roots::Roots;
+use roots::{Roots, retain_listed};
 use short_vec::ShortVec;
 use snapshots::Snapshots;
 use uses::Uses;
@@ -357,6 +357,16 @@ impl Tree {
             let tokens = path.iter().rev().flat_map(|&id| self.node(id).tokens.iter().copied());
             Some((namespace, tokens.collect(), node.pages.to_vec(), self.snapshot_at(id)))
         })
+    }
+
+    /// Returns the runs of a namespace: the pages of each, and the snapshot at its end. Longer prefixes come before those
+    /// that they begin with.
+    pub(super) fn runs_of(&self, namespace: &Namespace) -> Vec<(&[Page], Option<StateSlot>)> {
+        let Some(root) = self.root(namespace) else { return Vec::new() };
+        let mut nodes = self.roots.listed_below(root).to_vec();
+        retain_listed(&mut nodes, |id| is_below(self.node(id), root));
+        nodes.sort_by_key(|&id| std::cmp::Reverse(self.node(id).end));
+        nodes.iter().map(|&id| (&self.node(id).pages[..], self.snapshot_at(id))).collect()
     }
 
     /// Returns the pages of all nodes. Visits every node.

@@ -183,7 +183,8 @@ impl ArenaPrefixCache {
         self.core.free(&cache, &freed);
     }
 
-    /// Takes the events since the last call, in order: changes of the pages of tokens that are cached.
+    /// Takes the events since the last call, in order: which units of each group were
+    /// cached and given up.
     ///
     /// # Errors
     /// [`ErrorKind::State`] for a cache that was made without events.

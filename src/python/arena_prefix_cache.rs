@@ -163,8 +163,14 @@ impl ArenaPrefixCache {
     }
 
     /// Returns the changes since the last call, in order: objects of `Stored`, `Removed` and `Cleared`, as those of
-    /// `PrefixCache.events`. A page is stored as long as its tokens are known here; a match may end before it, where a
-    /// window or a state was evicted.
+    /// `PrefixCache.events`, for every group.
+    ///
+    /// A unit that the cache takes or gives up is an event of its group, and named by the key of the page that it ends
+    /// with; a snapshot of a state by that of the page at whose end it is. So a reader knows which units a prompt has, and
+    /// where every group can go on, by the same rules as `match`. If no full group has a unit for every page, pages are
+    /// reported as well, without a group: a prefix is known as far as its pages are.
+    ///
+    /// 65,536 events are kept; a reader that falls further behind gets `Cleared` and must start over.
     ///
     /// Raises:
     ///     StateError: If the cache was made without `events=True`.

@@ -1,10 +1,13 @@
 //! `kvpool.Segment`, and the events of a prefix cache: `kvpool.Stored`, `kvpool.Removed` and
 //! `kvpool.Cleared`.
 
+use std::sync::Arc;
+
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use crate::cache::{CacheEvent, Namespace, PageHash, Segment as Part, SegmentState, Tier};
+use crate::cache::{CacheEvent, EventGroup, Namespace, PageHash, Segment as Part, SegmentState, Tier};
+use crate::layout::GroupKind;
 
 use super::page_keys::namespace_to_py;
 
@@ -96,21 +99,23 @@ impl Segment {
     }
 }
 
-/// Consecutive pages were stored.
+/// Consecutive pages were stored, or consecutive units of a group of an `ArenaPrefixCache`.
 #[pyclass(frozen, module = "kvpool", name = "Stored")]
 pub(super) struct Stored {
     pages: Vec<PageHash>,
     parent: Option<PageHash>,
-    /// The token ids of the pages.
+    /// The token ids of the pages or units, the same number for each: for a unit of several pages those of all, for a
+    /// snapshot of a state those of the page at whose end it is.
     #[pyo3(get)]
     tokens: Vec<i32>,
     namespace: Namespace,
     tier: Tier,
+    group: Option<Arc<EventGroup>>,
 }
 
 #[pymethods]
 impl Stored {
-    /// The keys of the pages, each of 32 bytes: BLAKE3 of the key before and the tokens of the page, as int32 in little
+    /// The keys of the pages, each of 32 bytes; of units, the keys of the pages that they end with. A key is BLAKE3 of the key before and the tokens of the page, as int32 in little
     /// endian. Before the first page, it is that of the page size, as uint64, a byte for the kind of the namespace (0:
     /// None, 1: an int, 2: a str, 3: bytes) and the namespace, an int in decimal.
     #[getter]
@@ -118,7 +123,7 @@ impl Stored {
         keys(py, &self.pages)
     }
 
-    /// The key of the previous page; `None` at the beginning of a prompt.
+    /// The key of the page before `tokens`; `None` at the beginning of a prompt.
     #[getter]
     fn parent<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.parent.as_ref().map(|key| PyBytes::new(py, key))
@@ -136,23 +141,46 @@ impl Stored {
         self.tier.name()
     }
 
+    /// The name of the group whose units were stored; `None` for pages, which are those of a `PrefixCache`, and those of an
+    /// `ArenaPrefixCache` that has no full group with a unit for every page.
+    #[getter]
+    fn group(&self) -> Option<&str> {
+        self.group.as_ref().map(|group| &group.name[..])
+    }
+
+    /// The kind of the group: "full", "window", "chunk" or "state"; `None` for pages.
+    #[getter]
+    fn kind(&self) -> Option<&'static str> {
+        self.group.as_ref().map(|group| group.kind.name())
+    }
+
+    /// The tokens of the window or chunk of the group; `None` for others. `Group.tokens` of the layout is the same.
+    #[getter]
+    fn window(&self) -> Option<usize> {
+        match self.group.as_ref()?.kind {
+            GroupKind::Window { tokens, .. } | GroupKind::Chunk { tokens, .. } => Some(tokens),
+            GroupKind::Full | GroupKind::State => None,
+        }
+    }
+
     fn __repr__(&self) -> String {
-        let (pages, tokens) = (self.pages.len(), self.tokens.len());
+        let (pages, tokens, of) = (self.pages.len(), self.tokens.len(), of_group(self.group()));
         let (namespace, tier) = (&self.namespace, self.tier());
-        format!("Stored({pages} pages, {tokens} tokens, namespace={namespace}, tier='{tier}')")
+        format!("Stored({pages} pages, {tokens} tokens, namespace={namespace}, tier='{tier}'{of})")
     }
 }
 
-/// Pages were removed.
+/// Pages were removed, or units of a group of an `ArenaPrefixCache`.
 #[pyclass(frozen, module = "kvpool", name = "Removed")]
 pub(super) struct Removed {
     pages: Vec<PageHash>,
     tier: Tier,
+    group: Option<Arc<EventGroup>>,
 }
 
 #[pymethods]
 impl Removed {
-    /// The keys of the pages.
+    /// The keys of the pages; of units, the keys of the pages that they ended with.
     #[getter]
     fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         keys(py, &self.pages)
@@ -164,8 +192,21 @@ impl Removed {
         self.tier.name()
     }
 
+    /// The name of the group whose units were removed; `None` for pages, which are those of a `PrefixCache`, and those of an
+    /// `ArenaPrefixCache` that has no full group with a unit for every page.
+    #[getter]
+    fn group(&self) -> Option<&str> {
+        self.group.as_ref().map(|group| &group.name[..])
+    }
+
+    /// The kind of the group: "full", "window", "chunk" or "state"; `None` for pages.
+    #[getter]
+    fn kind(&self) -> Option<&'static str> {
+        self.group.as_ref().map(|group| group.kind.name())
+    }
+
     fn __repr__(&self) -> String {
-        format!("Removed({} pages, tier='{}')", self.pages.len(), self.tier())
+        format!("Removed({} pages, tier='{}'{})", self.pages.len(), self.tier(), of_group(self.group()))
     }
 }
 
@@ -180,6 +221,10 @@ impl Cleared {
     }
 }
 
+fn of_group(name: Option<&str>) -> String {
+    name.map_or(String::new(), |name| format!(", group='{name}'"))
+}
+
 fn keys<'py>(py: Python<'py>, keys: &[PageHash]) -> PyResult<Bound<'py, PyList>> {
     PyList::new(py, keys.iter().map(|key| PyBytes::new(py, key)))
 }
@@ -187,10 +232,10 @@ fn keys<'py>(py: Python<'py>, keys: &[PageHash]) -> PyResult<Bound<'py, PyList>>
 /// Converts an event to a Python object.
 pub(super) fn event_to_py(py: Python<'_>, event: CacheEvent) -> PyResult<Py<PyAny>> {
     Ok(match event {
-        CacheEvent::Stored { pages, parent, tokens, namespace, tier } => {
-            Py::new(py, Stored { pages, parent, tokens, namespace, tier })?.into_any()
+        CacheEvent::Stored { pages, parent, tokens, namespace, tier, group } => {
+            Py::new(py, Stored { pages, parent, tokens, namespace, tier, group })?.into_any()
         }
-        CacheEvent::Removed { pages, tier } => Py::new(py, Removed { pages, tier })?.into_any(),
+        CacheEvent::Removed { pages, tier, group } => Py::new(py, Removed { pages, tier, group })?.into_any(),
         CacheEvent::Cleared => Py::new(py, Cleared)?.into_any(),
     })
 }

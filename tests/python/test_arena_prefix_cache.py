@@ -556,9 +556,7 @@ def test_statistics_and_events() -> None:
         16,
     )
     assert (stats["cached"], stats["units"], stats["snapshots"]) == (16, 4 + 2 + 1, 1)
-    [stored] = cache.events()
-    assert isinstance(stored, kvpool.Stored)
-    assert (stored.tokens, len(stored.pages)) == (prompt, 4)
+    assert [type(event) for event in cache.events()] == [kvpool.Stored] * 3
     cache.clear()
     assert isinstance(cache.events()[-1], kvpool.Cleared)
     assert cache.name == "units"

@@ -189,6 +189,11 @@ impl Blocks {
         slabs.iter().map(move |(&slab, &count)| (slab * of_slab, count))
     }
 
+    /// Returns the blocks of the units of a group that nothing needs, from number `first` on.
+    pub(super) fn unneeded_blocks(&self, group: usize, first: u32) -> impl Iterator<Item = Page> + '_ {
+        self.columns[group].unneeded.units.range(first..).map(|(_, &block)| block)
+    }
+
     /// Takes up to `most` units of a group that nothing needs from their blocks, from number `first` on.
     pub(super) fn take_unneeded(&mut self, group: usize, first: u32, most: usize) -> Vec<u32> {
         let column = &mut self.columns[group];

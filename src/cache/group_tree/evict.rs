@@ -172,6 +172,9 @@ impl GroupTree {
 
     /// Frees up to `most` units of a group that nothing needs, from number `first` on.
     fn free_unneeded(&mut self, group: usize, first: u32, most: usize) -> UnitsToFree {
+        if let Some(events) = &mut self.events {
+            events.record_removed(group, self.blocks.unneeded_blocks(group, first).take(most));
+        }
         let mut groups = vec![Vec::new(); self.groups.len()];
         groups[group] = self.blocks.take_unneeded(group, first, most);
         UnitsToFree { groups, tokens: 0 }
@@ -195,6 +198,9 @@ impl GroupTree {
     pub(super) fn recycle(&mut self, evicted: Evicted) -> UnitsToFree {
         if evicted.pages.is_empty() && evicted.states.is_empty() {
             return UnitsToFree::default();
+        }
+        if self.events.is_some() {
+            self.record_evicted(&evicted.pages, &evicted.states);
         }
         let mut groups = vec![Vec::new(); self.groups.len()];
         // Ends count blocks that may be among those evicted.

@@ -85,6 +85,7 @@ impl GroupTree {
         let found = self.tree.find(&hold.hold, &rest)?;
         let fresh = tokens.to_vec(begin + found.len()..len)?;
         self.tree.check_memory(&hold.hold, &found, fresh.len())?;
+        self.check_memory_of_events(fresh.len(), len - begin)?;
         let cached = self.tree.found_pages(&found)?;
         let mut plan = PublicationPlan {
             duplicate_tokens: found.len(),
@@ -263,8 +264,8 @@ impl GroupTree {
         if let Some(end) = end {
             self.blocks.count_needs(&self.groups, self.page_size, end, len, true);
         }
-        for (group, units) in taken.into_iter().enumerate() {
-            for (page, unit) in units {
+        for (group, units) in taken.iter().enumerate() {
+            for &(page, unit) in units {
                 let at = page - begin;
                 let block = cached.get(at).or_else(|| new.get(at - cached.len()));
                 self.blocks.set(group, *block.expect("a page of the publication"), unit);
@@ -274,6 +275,10 @@ impl GroupTree {
             self.blocks.count_needs(&self.groups, self.page_size, last, old_len, false);
         }
         self.tree.publish(&mut hold.hold, found, fresh, &new);
+        if self.events.is_some() {
+            let has_snapshot = is_end && snapshot.is_some();
+            self.record_published(&hold.hold, before, &taken, has_snapshot);
+        }
         if let Some(block) = end.filter(|_| is_end) {
             self.blocks.count_needs(&self.groups, self.page_size, block, len, true);
             let states = snapshot.unwrap_or_default();

@@ -106,6 +106,24 @@ impl Tree {
         path.iter().rev().flat_map(|&id| self.node(id).pages.iter().copied()).take(count).collect()
     }
 
+    /// Returns the namespace of a hold, unless it was cleared since.
+    pub(in crate::cache) fn namespace_of(&self, hold: &Hold) -> Option<&Namespace> {
+        self.roots.name(self.node(hold.node).root)
+    }
+
+    /// Returns the pages and the tokens of a hold from token `from` on, which begins a page.
+    pub(in crate::cache) fn pages_with_tokens(&self, hold: &Hold, from: usize) -> (Vec<Page>, Vec<i32>) {
+        let (mut pages, mut tokens) = (Vec::new(), Vec::new());
+        let nodes = self.path(hold.node).map(|id| self.node(id)).take_while(|node| widen(node.end) > from);
+        let nodes: Vec<_> = nodes.collect();
+        for node in nodes.into_iter().rev() {
+            let skipped = from.saturating_sub(widen(node.end) - node.tokens.len());
+            pages.extend_from_slice(&node.pages[skipped / self.page_size..]);
+            tokens.extend_from_slice(&node.tokens[skipped..]);
+        }
+        (pages, tokens)
+    }
+
     /// Returns the place of position `len`, which is at or before `place`.
     pub(in crate::cache) fn place_before(&self, place: TreePosition, len: usize) -> TreePosition {
         if len == place.len { place } else { self.place_on_path(place.node, len) }

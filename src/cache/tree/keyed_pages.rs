@@ -43,7 +43,7 @@ impl KeyedPages {
         let parent = previous.and_then(|page| keys.get(page));
         let keys = &keys.add(namespace, parent, tokens, pages);
         if let Some(journal) = &mut self.journal {
-            journal.stored(Tier::Device, KeyedRun { namespace, parent, tokens, keys });
+            journal.stored(Tier::Device, None, KeyedRun { namespace, parent, tokens, keys });
         }
     }
 
@@ -54,7 +54,7 @@ impl KeyedPages {
         let begin = removed.len();
         keys.remove(pages, removed);
         if let Some(journal) = &mut self.journal {
-            journal.removed(Tier::Device, &removed[begin..]);
+            journal.removed(Tier::Device, None, &removed[begin..]);
         }
         removed[begin..].reverse();
     }
@@ -136,14 +136,14 @@ impl Tree {
     pub fn record_copied(&mut self, offered: &OfferedPages) {
         let OfferedPages { keys, namespace, parent, tokens, .. } = offered;
         if let Some(journal) = &mut self.keyed.journal {
-            journal.stored(Tier::Host, KeyedRun { namespace, parent: *parent, tokens, keys });
+            journal.stored(Tier::Host, None, KeyedRun { namespace, parent: *parent, tokens, keys });
         }
     }
 
     /// Records that the tier below has dropped pages.
     pub fn record_dropped_below(&mut self, keys: &[PageHash]) {
         if let Some(journal) = &mut self.keyed.journal {
-            journal.removed(Tier::Host, keys);
+            journal.removed(Tier::Host, None, keys);
         }
     }
 }

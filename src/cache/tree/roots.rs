@@ -98,6 +98,11 @@ impl Roots {
         self.spaces.iter().flat_map(|(&root, space)| space.nodes.iter().map(move |&node| (root, node)))
     }
 
+    /// Returns every node below a root that can be found, and some nodes that no longer exist.
+    pub(super) fn listed_below(&self, root: NodeId) -> &[NodeId] {
+        self.spaces.get(&root).map_or(&[], |space| &space.nodes)
+    }
+
     pub(super) fn bytes(&self) -> usize {
         /// The bytes that a hash table needs for each entry in addition to the entry itself.
         const CONTROL: usize = 1;

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use crate::base::lock_order::{RankedGuard, RankedMutex};
 use crate::base::{Epoch, Result};
-use crate::cache::{Cause, GroupTree, Pressure, Relief, UnitNumbers, UnitsToFree};
+use crate::cache::{Cause, GroupTree, JournalOf, Pressure, Relief, Tier, UnitNumbers, UnitsToFree};
 use crate::index::Slabs;
 use crate::layout::GroupKind;
 use crate::memory::Stream;
@@ -81,7 +81,8 @@ fn new_tree(config: &ArenaPrefixCacheConfig, arena: &CacheArena, capacity: usize
         of_slab: arena.with_slabs(|slabs| slabs.units(group).numbers),
     });
     let numbers: Vec<_> = numbers.collect();
-    GroupTree::new(arena.layout(), &numbers, config.policy, capacity as u64, config.events)
+    let events = config.events.map(|digest| JournalOf { digest, tier: Tier::Device });
+    GroupTree::new(arena.layout(), &numbers, config.policy, capacity as u64, events)
 }
 
 /// Frees units that a tree has given up.

@@ -1,16 +1,20 @@
 //! The prefix cache of an arena: matches are those that a brute force over what the cache says it has would find, what
-//! it has is what was published, units have one owner, and those of a lease do not change.
+//! it has is what was published, units have one owner, those of a lease do not change, and events tell all of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use kvpool::base::{DType, ErrorKind};
-use kvpool::cache::{CachedPage, GroupReason, LeasedUnits, Namespace, PolicyKind};
+use kvpool::cache::{
+    CacheEvent, CachedPage, EventGroup, GroupReason, KeyChain, LeasedUnits, Namespace, PageHash, PolicyKind,
+    Tier,
+};
 use kvpool::layout::{CacheLayout, Group, GroupKind, Plane, SlabOptions};
 use kvpool::pool::{
     ArenaLease, ArenaPrefixCache, ArenaPrefixCacheConfig, ArenaPublished, CacheArena, CacheArenaConfig, Pool,
 };
 
+use super::prefixes::digest;
 use super::{Source, agree, ensure, host, int, refused, size};
 
 /// The last page of a prefix: its namespace, and the tokens from the first one on.
@@ -40,6 +44,37 @@ struct World {
     /// What was published last for each page: the unit, or the numbers of the snapshot, of each group.
     published: BTreeMap<Key, Vec<Vec<u32>>>,
     prompts: Vec<Vec<i32>>,
+    told: Told,
+}
+
+/// What the events have told: the keys with which the units of each group end, and those of pages without a group.
+#[derive(Default)]
+struct Told(BTreeMap<Option<String>, BTreeSet<PageHash>>);
+
+impl Told {
+    fn apply(&mut self, event: CacheEvent, page_size: usize) {
+        let name = |group: &Option<Arc<EventGroup>>| group.as_ref().map(|group| group.name.clone());
+        match event {
+            CacheEvent::Stored { pages, parent, tokens, namespace, tier, group } => {
+                assert_eq!((tier, tokens.len() % (pages.len() * page_size)), (Tier::Device, 0));
+                let each = tokens.len() / pages.len() / page_size;
+                let root = || KeyChain::at_root(digest, &namespace, page_size);
+                let mut chain = parent.map_or_else(root, |parent| KeyChain::after(digest, parent));
+                let keys: Vec<_> = tokens.chunks(page_size).map(|tokens| chain.next(tokens)).collect();
+                assert!(keys.iter().skip(each - 1).step_by(each).eq(&pages), "keys of {group:?}");
+                let told = self.0.entry(name(&group)).or_default();
+                let is_of_all = group.is_none_or(|group| group.kind == GroupKind::Full);
+                assert!(!is_of_all || parent.is_none_or(|parent| told.contains(&parent)), "a gap");
+                assert!(pages.into_iter().all(|page| told.insert(page)), "stored twice");
+            }
+            CacheEvent::Removed { pages, tier, group } => {
+                assert_eq!(tier, Tier::Device);
+                let told = self.0.entry(name(&group)).or_default();
+                assert!(pages.iter().all(|page| told.remove(page)), "removed twice from {group:?}");
+            }
+            CacheEvent::Cleared => self.0.clear(),
+        }
+    }
 }
 
 /// A layout of groups of every kind.
@@ -86,7 +121,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         return;
     };
     let arena = Arc::new(arena);
-    let config = ArenaPrefixCacheConfig { policy, events: None };
+    let config = ArenaPrefixCacheConfig { policy, events: Some(digest) };
     let cache = ArenaPrefixCache::new(config, Arc::clone(&arena)).expect("memory");
     let groups = layout.groups().to_vec();
     let mut world = World {
@@ -98,6 +133,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         requests: Vec::new(),
         published: BTreeMap::new(),
         prompts: Vec::new(),
+        told: Told::default(),
     };
     while source.next_step() {
         world.step(source);
@@ -525,10 +561,34 @@ impl World {
         }
     }
 
-    fn check(&self) {
+    /// Checks that the events tell what the cache has.
+    fn check_told(&mut self, kept: &BTreeMap<Key, Vec<Vec<u32>>>) {
+        for event in self.cache.take_events().expect("it has events") {
+            self.told.apply(event, self.page_size);
+        }
+        let mut expected: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
+        let is_each_page = |group: usize| {
+            self.groups[group].kind() == GroupKind::Full && self.each(group) == Some(self.page_size)
+        };
+        let has_each_page = (0..self.groups.len()).any(is_each_page);
+        for ((namespace, tokens), units) in kept {
+            let mut chain = KeyChain::at_root(digest, namespace, self.page_size);
+            let key = tokens.chunks(self.page_size).map(|tokens| chain.next(tokens)).last().expect("a page");
+            let names = self.groups.iter().map(|group| Some(group.name().to_owned()));
+            let groups = names.zip(units).filter(|(_, units)| !units.is_empty()).map(|(name, _)| name);
+            for group in groups.chain((!has_each_page).then_some(None)) {
+                expected.entry(group).or_default().insert(key);
+            }
+        }
+        self.told.0.retain(|_, keys| !keys.is_empty());
+        assert!(self.told.0 == expected, "the events tell of other units than there are");
+    }
+
+    fn check(&mut self) {
         self.cache.verify().expect("consistent");
         self.arena.verify().expect("consistent");
         let kept = self.kept();
+        self.check_told(&kept);
         for (key, units) in &kept {
             for (group, units) in units.iter().enumerate().filter(|(_, units)| !units.is_empty()) {
                 assert_eq!(
