@@ -15,10 +15,11 @@ import pytest
 import zmq
 from vllm.distributed import kv_events as theirs
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
 import kvpool
 from kvpool.integrations import kv_events as ours
-from kvpool.integrations.kv_events.messages import short_key
+from kvpool.integrations.kv_events.messages import KINDS, short_key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +30,8 @@ decoder = msgspec.msgpack.Decoder(theirs.KVEventBatch)
 
 
 def fields(event: Any) -> dict[str, Any]:  # noqa: ANN401
-    return {name: getattr(event, name) for name in event.__struct_fields__}
+    names = getattr(theirs, type(event).__name__).__struct_fields__
+    return {name: getattr(event, name) for name in names}
 
 
 def as_vllm_batch(batch: ours.EventBatch) -> Any:  # noqa: ANN401
@@ -75,8 +77,10 @@ def some_batches(seed: int) -> list[ours.EventBatch]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_events_have_the_same_fields_in_the_same_order(name: str) -> None:
-    assert getattr(ours, name).__struct_fields__ == getattr(theirs, name).__struct_fields__
-    assert getattr(ours, name).__struct_defaults__ == getattr(theirs, name).__struct_defaults__
+    own = 2 if name == "BlockStored" else 0  # `page_size` and `groups`, behind vLLM's
+    mine, others = getattr(ours, name), getattr(theirs, name)
+    assert mine.__struct_fields__[: len(mine.__struct_fields__) - own] == others.__struct_fields__
+    assert mine.__struct_defaults__[: len(mine.__struct_defaults__) - own] == others.__struct_defaults__
     assert ours.EventBatch.__struct_fields__ == theirs.KVEventBatch.__struct_fields__
 
 
@@ -88,6 +92,17 @@ def test_each_reads_what_the_other_writes_byte_for_byte() -> None:
             assert payload == encoder.encode(as_vllm_batch(batch))
             assert decoder.decode(payload) == as_vllm_batch(batch)
             assert ours.decode(payload) == batch
+
+
+def test_vllm_reads_the_events_of_groups() -> None:
+    full, window = ours.BlockGroup("full", "full", 4), ours.BlockGroup("window", "window", 4, 9, 2)
+    key, more = bytes(32), {"page_size": 4, "groups": [full, window]}
+    stored = ours.BlockStored([key], None, [1, 2, 3, 4], 4, None, "GPU", None, None, 1, "sliding_window", 9)
+    told = ours.BlockStored(**{**fields(stored), **more})
+    read = decoder.decode(ours.encode(ours.EventBatch(0.0, [told, ours.BlockRemoved([key], "GPU", 1)])))
+    assert read.events == [theirs.BlockStored(**fields(stored)), theirs.BlockRemoved([key], "GPU", 1)]
+    kinds = {kind.value for kind in KVCacheSpecKind}
+    assert kinds.issuperset(KINDS.values())
 
 
 def test_ints_stand_for_keys_as_in_vllm() -> None:

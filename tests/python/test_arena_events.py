@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from kvpool import (
     CacheArena,
     CacheLayout,
     Cleared,
+    ConfigError,
     Group,
     Plane,
     PrefixCache,
@@ -25,7 +27,21 @@ from kvpool import (
     Stored,
     TokenToKVPoolAllocator,
 )
-from kvpool.integrations.kv_events import page_keys
+from kvpool.integrations.kv_events import (
+    AllBlocksCleared,
+    BlockGroup,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventPublisher,
+    EventSubscriber,
+    PrefixIndex,
+    decode,
+    encode,
+    messages,
+    page_keys,
+)
+from kvpool.integrations.kv_events.messages import batches, groups_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,6 +74,7 @@ LAYOUTS: dict[str, list[Group]] = {
     ],
     "entries of 8 tokens and state": [Group("full", "full", [0], K, stride=8), WINDOW, STATE],
 }
+PATIENCE_S = 60.0
 NAMESPACES: list[Namespace] = [None, "a"]
 
 
@@ -142,6 +159,8 @@ class World:
         self.cache = make(groups, slabs=10)
         self.groups = groups
         self.reader = Reader(groups)
+        self.index = PrefixIndex()
+        self.index.clear("a")
         self.leases: list[tuple[list[int], ArenaLease]] = []
         self.taken: list[dict[str, list[Any]]] = []
 
@@ -208,12 +227,16 @@ class World:
             self.taken.clear()
 
     def check(self) -> None:
-        self.reader.apply(self.cache.events())
+        events = self.cache.events()
+        self.reader.apply(events)
+        for batch in batches(events, PAGE, groups=groups_of(self.cache)):
+            self.index.apply("a", decode(encode(EventBatch(0.0, batch))))
         for number in range(PROMPTS):
             prompt = some_prompt(number)
             for namespace in NAMESPACES:
                 cached = self.cache.cached_len(prompt, namespace=namespace)
                 assert self.reader.cached_len(prompt, namespace) == cached
+                assert self.index.match(prompt, namespace)["a"] == cached
 
 
 PROMPTS = 12
@@ -374,3 +397,143 @@ def test_events_of_a_prefix_cache_have_no_group() -> None:
     assert isinstance(removed, Removed)
     assert (stored.group, stored.kind, stored.window) == (removed.group, removed.kind, None) == (None,) * 3
     assert repr(removed) == "Removed(1 pages, tier='device')"
+
+
+# Messages and the index
+
+
+def test_messages_have_the_fields_of_vllm() -> None:
+    cache = make([FULL, WINDOW, STATE])
+    prompt = [*range(8)]
+    keys: list[bytes | int] = [*page_keys(prompt, PAGE, "a")]
+    groups = groups_of(cache)
+    assert groups == [
+        BlockGroup("full", "full", PAGE),
+        BlockGroup("window", "window", PAGE, 9),
+        BlockGroup("state", "state", PAGE),
+    ]
+    with cache.match(prompt, namespace="a") as lease:
+        lease.publish(prompt, some(cache.arena.alloc({"full": 2, "window": 2, "state": 1})))
+    cache.clear("a")
+    [batch] = batches(cache.events(), PAGE, groups=groups)
+    told: dict[str, Any] = {"page_size": PAGE, "groups": groups, "extra_keys": [("a",), None]}
+    stored = keys, None, prompt, PAGE, None, "GPU", None
+    assert decode(encode(EventBatch(0.0, batch))).events == [
+        BlockStored(*stored, group_idx=0, kv_cache_spec_kind="full_attention", **told),
+        BlockStored(
+            *stored,
+            group_idx=1,
+            extra_keys=[("a",), None],
+            kv_cache_spec_kind="sliding_window",
+            kv_cache_spec_sliding_window=9,
+        ),
+        BlockStored(
+            keys[1:], keys[0], prompt[4:], PAGE, None, "GPU", None, group_idx=2, kv_cache_spec_kind="mamba"
+        ),
+        BlockRemoved(keys[1:], "GPU", 2),
+        BlockRemoved(keys, "GPU", 1),
+        BlockRemoved(keys, "GPU", 0),
+    ]
+
+
+def test_each_message_names_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make([FULL, WINDOW])
+    for first in (0, 50):
+        prompt = [*range(first, first + 16)]
+        with cache.match(prompt) as lease:
+            lease.publish(prompt, some(cache.arena.alloc({"full": 4, "window": 4})))
+    with monkeypatch.context() as patched:
+        patched.setattr(messages, "BATCH_TOKENS", 8)
+        parts = [*batches(cache.events(), PAGE, groups=groups_of(cache))]
+    assert len(parts) == 8
+    assert all(isinstance(part[0], BlockStored) and part[0].groups for part in parts)
+    cache.clear()
+    with cache.match([1] * 4) as lease:
+        lease.publish([1] * 4, some(cache.arena.alloc({"full": 1, "window": 1})))
+    [[cleared, first_stored, second]] = batches(cache.events(), PAGE, groups=groups_of(cache))
+    assert isinstance(cleared, AllBlocksCleared)
+    assert [event.groups is None for event in (first_stored, second)] == [False, True]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("int_hashes", [False, True])
+def test_a_publisher_sends_what_an_arena_has(int_hashes: bool) -> None:
+    cache = make([FULL, WINDOW, STATE])
+    prompt, index = [*range(32)], PrefixIndex()
+    with (
+        EventPublisher(
+            cache,
+            endpoint="tcp://127.0.0.1:*",
+            replay_endpoint="tcp://127.0.0.1:*",
+            int_hashes=int_hashes,
+        ) as publisher,
+        EventSubscriber(index) as subscriber,
+    ):
+        with cache.match(prompt) as lease:
+            lease.publish(prompt[:16], some(cache.arena.alloc({"full": 4, "window": 4, "state": 1})))
+            lease.publish(prompt, some(cache.arena.alloc({"full": 4, "window": 4})))
+        publisher.publish()
+        subscriber.connect("a", publisher.endpoint, publisher.replay_endpoint)
+        ends = time.monotonic() + PATIENCE_S
+        while index.match(prompt)["a"] != 16:
+            assert time.monotonic() < ends
+            subscriber.poll(0.1)
+        assert cache.cached_len(prompt) == 16
+        assert index.match(prompt, tier="host") == {"a": 0}
+
+
+def stored_in(group: int | None, key: bytes, size: int = PAGE, **more: Any) -> BlockStored:  # noqa: ANN401
+    return BlockStored([key], None, [1] * size, size, None, "GPU", None, group_idx=group, **more)
+
+
+def test_groups_that_are_not_named_are_apart() -> None:
+    """vLLM sends numbers of groups, and not what they are."""
+    index, prompt = PrefixIndex(), [1] * 8
+    first, second = page_keys(prompt, PAGE)
+
+    def apply(*events: BlockStored | BlockRemoved) -> int:
+        index.apply("a", EventBatch(0.0, [*events]))
+        return index.match(prompt)["a"]
+
+    assert apply(stored_in(1, second, 8), stored_in(0, first), stored_in(0, second)) == 8
+    assert apply(BlockRemoved([second], "GPU", 1)) == 8
+    assert apply(BlockRemoved([second], "GPU", 7)) == 8
+    assert apply(BlockRemoved([second], "GPU", 0)) == 4
+    assert index.stats()["pages"] == 1
+
+
+ONE = [BlockGroup("full", "full", PAGE)]
+KEY = bytes(32)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored_in(-1, KEY),
+        stored_in(63, KEY),
+        BlockRemoved([KEY], "GPU", 1 << 40),
+        stored_in(1, KEY, page_size=PAGE, groups=ONE),
+        stored_in(0, KEY, 8, page_size=PAGE, groups=ONE),
+        stored_in(0, KEY, groups=ONE),
+        stored_in(0, KEY, page_size=0, groups=ONE),
+        stored_in(0, KEY, page_size=3, groups=ONE),
+        stored_in(0, KEY, page_size=PAGE, groups=[]),
+        stored_in(0, KEY, page_size=PAGE, groups=ONE * 64),
+        stored_in(0, KEY, page_size=PAGE, groups=[BlockGroup("full", "half", PAGE)]),
+        stored_in(0, KEY, page_size=PAGE, groups=[BlockGroup("full", "full", 0)]),
+        stored_in(0, KEY, page_size=PAGE, groups=[BlockGroup("full", "full", PAGE, 5)]),
+        stored_in(0, KEY, page_size=PAGE, groups=[BlockGroup("window", "window", PAGE)]),
+        stored_in(0, KEY, page_size=PAGE, groups=[BlockGroup("window", "window", PAGE, 5, -1)]),
+    ],
+    ids=range(15),
+)
+def test_groups_that_do_not_fit_change_nothing(event: BlockStored | BlockRemoved) -> None:
+    index = PrefixIndex()
+    [key] = page_keys([1] * PAGE, PAGE)
+    with pytest.raises(ConfigError):
+        index.apply("a", EventBatch(0.0, [stored_in(0, key), event]))
+    assert index.match([1] * PAGE) == {}
+    index.apply("a", EventBatch(0.0, [stored_in(0, key, page_size=PAGE, groups=ONE)]))
+    changed = [BlockGroup("full", "full", PAGE), BlockGroup("state", "state", PAGE)]
+    with pytest.raises(ConfigError, match="have changed"):
+        index.apply("a", EventBatch(0.0, [stored_in(0, key, page_size=PAGE, groups=changed)]))
+    assert index.match([1] * PAGE) == {"a": PAGE}

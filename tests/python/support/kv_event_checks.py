@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvpool import ConfigError
 from kvpool.integrations.kv_events import (
     AllBlocksCleared,
+    BlockGroup,
     BlockRemoved,
     BlockStored,
     EventBatch,
@@ -28,6 +29,31 @@ SAMPLES = [
         3,
     ),
     EventBatch(0.0, [AllBlocksCleared(), BlockRemoved([], None)]),
+    EventBatch(
+        0.0,
+        [
+            AllBlocksCleared(),
+            BlockStored(
+                KEYS[:2],
+                None,
+                [1, 2],
+                1,
+                None,
+                "GPU",
+                None,
+                group_idx=0,
+                page_size=1,
+                groups=[
+                    BlockGroup("full", "full", 1),
+                    BlockGroup("window", "window", 2, 3, 1),
+                    BlockGroup("chunk", "chunk", 1, 4),
+                    BlockGroup("state", "state", 1),
+                ],
+            ),
+            BlockStored(KEYS[1:2], None, [1, 2], 2, None, "GPU", None, group_idx=1),
+            BlockRemoved(KEYS[:1], "GPU", 3),
+        ],
+    ),
     EventBatch(
         2.0,
         [

@@ -8,6 +8,7 @@ try:
     from kvpool.integrations.kv_events.index import PrefixIndex, page_keys
     from kvpool.integrations.kv_events.messages import (
         AllBlocksCleared,
+        BlockGroup,
         BlockRemoved,
         BlockStored,
         EventBatch,
@@ -23,6 +24,7 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "AllBlocksCleared",
+    "BlockGroup",
     "BlockRemoved",
     "BlockStored",
     "EventBatch",

@@ -16,10 +16,11 @@ import zmq
 
 from kvpool._addresses import check_endpoint
 from kvpool._closing import Closing
+from kvpool._kvpool import ArenaPrefixCache
 from kvpool._limits import MAX_INT, MAX_OPTION_BYTES, check_ints
 from kvpool.errors import StateError
 from kvpool.integrations.kv_events.guard import Guard, guard
-from kvpool.integrations.kv_events.messages import EventBatch, batches, encode
+from kvpool.integrations.kv_events.messages import BlockGroup, EventBatch, batches, encode, groups_of
 from kvpool.integrations.kv_events.sockets import bind, connect, curve_options, open_socket
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class PublisherStats(TypedDict):
 class EventPublisher(Closing):
     """Publishes the events of a prefix cache to all subscribers: which pages it stores and removes.
 
+    Of an `ArenaPrefixCache` these are the units of each group of its layout.
+
     Each batch is a message of three parts: the topic, its number as 8 bytes in big endian, counted from 0,
     and an `EventBatch` in MessagePack. Subscribers request missed batches at the replay endpoint, a ROUTER
     socket. A request is an empty part and a number. The answers are all kept batches from this number on, and
@@ -102,7 +105,7 @@ class EventPublisher(Closing):
 
     def __init__(  # noqa: PLR0913
         self,
-        cache: PrefixCache,
+        cache: PrefixCache | ArenaPrefixCache,
         *,
         endpoint: str = "tcp://127.0.0.1:5557",
         replay_endpoint: str | None = None,
@@ -124,7 +127,12 @@ class EventPublisher(Closing):
         check_ints(0, MAX_OPTION_BYTES, buffer_bytes=buffer_bytes)
         check_ints(1, MAX_INT, hwm=hwm)
         self._cache = cache
-        self._page_size = cache.allocator.page_size
+        self._groups: list[BlockGroup] = []
+        if isinstance(cache, ArenaPrefixCache):
+            self._page_size = cache.arena.layout.page_size
+            self._groups = groups_of(cache)
+        else:
+            self._page_size = cache.allocator.page_size
         self._topic = topic.encode()
         self._rank = data_parallel_rank
         self._int_hashes = int_hashes
@@ -194,7 +202,9 @@ class EventPublisher(Closing):
             # No interrupt comes between the two calls: events are either in the cache or here.
             self._unsent.extend(chain.from_iterable(map(_take_events, [self._cache])))
             first = self._next
-            for batch in batches(self._unsent, self._page_size, int_hashes=self._int_hashes):
+            for batch in batches(
+                self._unsent, self._page_size, int_hashes=self._int_hashes, groups=self._groups
+            ):
                 self._send(encode(EventBatch(time.time(), batch, self._rank)))
                 self._events += len(batch)
             self._unsent.clear()
