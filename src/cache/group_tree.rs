@@ -24,9 +24,10 @@ mod explain;
 mod invariants;
 mod publish;
 
+use std::collections::hash_map::Entry;
 use std::fmt;
 
-use crate::base::{Id, Page, Result, StateSlot, widen};
+use crate::base::{Id, KeyMap, Page, Result, StateSlot, widen};
 use crate::layout::{CacheLayout, Group, GroupKind, PrefixUnits};
 
 use super::tree::{Hold, ResumeAt, Tree, TreePosition, TreeStats};
@@ -68,6 +69,8 @@ pub struct GroupHold {
     hold: Hold,
     /// The block at whose end the last end of this lease is.
     own_end: Option<Page>,
+    /// Whether it is for a copy of the units, and no request goes on there.
+    is_for_copy: bool,
 }
 
 impl GroupHold {
@@ -135,6 +138,8 @@ pub struct GroupTree {
     vacant_ends: Vec<StateSlot>,
     /// The number of holds.
     holds: usize,
+    /// The number of holds for copies, by the last block of their prefix.
+    copies: KeyMap<Page, u32>,
     events: Option<UnitEvents>,
 }
 
@@ -170,7 +175,19 @@ impl GroupTree {
         let (ends, vacant_ends) = (Vec::new(), Vec::new());
         let events = events.map(|journal| UnitEvents::new(journal, &groups, page_size));
         let numbers = numbers.to_vec();
-        Self { tree, groups, numbers, page_size, step, blocks, ends, vacant_ends, holds: 0, events }
+        Self {
+            tree,
+            groups,
+            numbers,
+            page_size,
+            step,
+            blocks,
+            ends,
+            vacant_ends,
+            holds: 0,
+            copies: KeyMap::default(),
+            events,
+        }
     }
 
     /// Returns the groups.
@@ -235,15 +252,50 @@ impl GroupTree {
         tokens: &dyn Tokens,
         limit: usize,
     ) -> Result<GroupHold> {
+        self.hold_at(namespace, tokens, limit, true)
+    }
+
+    /// Works like [`Self::match_prefix`], and does not count as a use of the prefix.
+    ///
+    /// # Errors
+    /// See [`Self::match_prefix`].
+    pub fn hold_prefix(
+        &mut self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+    ) -> Result<GroupHold> {
+        self.hold_at(namespace, tokens, limit, false)
+    }
+
+    fn hold_at(
+        &mut self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+        is_use: bool,
+    ) -> Result<GroupHold> {
         let Self { tree, groups, page_size, step, blocks, .. } = self;
         let rules = Rules { groups, page_size: *page_size, step: *step };
-        let hold = tree.match_at(namespace, tokens, limit, |tree, place| {
+        let hold = tree.match_at(namespace, tokens, limit, is_use, |tree, place| {
             tree.place_before(place, rules.usable(tree, blocks, place))
         })?;
-        let hold = GroupHold { hold, own_end: None };
+        let hold = GroupHold { hold, own_end: None, is_for_copy: false };
         self.holds += 1;
         self.count_needs(&hold, true);
         Ok(hold)
+    }
+
+    /// Creates another hold of the same prefix, for a copy of the units that a request needs there. It is no use of the
+    /// prefix, and no reason to keep the end there when the request goes on.
+    pub fn hold_for_copy(&mut self, hold: &GroupHold) -> GroupHold {
+        let hold = GroupHold { hold: self.tree.hold_again(&hold.hold), own_end: None, is_for_copy: true };
+        self.holds += 1;
+        self.count_needs(&hold, true);
+        if let Some(last) = self.tree.last_page(&hold.hold) {
+            *self.copies.entry(last).or_default() += 1;
+        }
+        hold
     }
 
     /// Returns the tokens that [`Self::match_prefix`] would find. Changes nothing.
@@ -263,6 +315,15 @@ impl GroupTree {
     pub fn release(&mut self, hold: GroupHold) -> UnitsToFree {
         self.holds -= 1;
         self.count_needs(&hold, false);
+        if hold.is_for_copy
+            && let Some(last) = self.tree.last_page(&hold.hold)
+            && let Entry::Occupied(mut copies) = self.copies.entry(last)
+        {
+            *copies.get_mut() -= 1;
+            if *copies.get() == 0 {
+                copies.remove();
+            }
+        }
         let evicted = self.tree.release(hold.hold);
         self.recycle(evicted)
     }

@@ -293,7 +293,8 @@ impl GroupTree {
         if hold.own_end != Some(last) {
             return;
         }
-        if let Some(end) = self.tree.take_own_snapshot(&mut hold.hold) {
+        let copies = self.copies.get(&last).copied().unwrap_or(0);
+        if let Some(end) = self.tree.take_own_snapshot(&mut hold.hold, copies) {
             let end = self.take_end(end);
             debug_assert_eq!(end.block, last, "an end is at the end of its block");
             self.blocks.count_needs(&self.groups, self.page_size, end.block, end.tokens, false);

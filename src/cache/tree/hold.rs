@@ -53,16 +53,17 @@ impl Tree {
     /// # Errors
     /// Returns an error if a token cannot be read or is not a token id. Nothing is changed then.
     pub fn match_prefix(&mut self, namespace: &Namespace, tokens: &dyn Tokens, limit: usize) -> Result<Hold> {
-        self.match_at(namespace, tokens, limit, Self::usable_place)
+        self.match_at(namespace, tokens, limit, true, Self::usable_place)
     }
 
     /// Works like [`Tree::match_prefix`]. The prefix ends at the place that `usable` returns, which is at or before
-    /// the place where the cached tokens end.
+    /// the place where the cached tokens end. It counts as used if that `is_use`.
     pub(in crate::cache) fn match_at(
         &mut self,
         namespace: &Namespace,
         tokens: &dyn Tokens,
         limit: usize,
+        is_use: bool,
         usable: impl FnOnce(&Self, TreePosition) -> TreePosition,
     ) -> Result<Hold> {
         let limit = limit.min(tokens.count());
@@ -73,15 +74,19 @@ impl Tree {
         tokens.check(place.map_or(0, |place| place.len)..tokens.count())?;
         let end = place.map(|place| usable(self, place));
         end.map_or(Ok(()), |end| self.check_memory_at(end, 0, 0))?;
-        // An empty prompt counts as a look-up, too.
-        self.now = Tick::new(self.now.tokens() + tokens.count().max(1) as u64);
+        if is_use {
+            // An empty prompt counts as a look-up, too.
+            self.now = Tick::new(self.now.tokens() + tokens.count().max(1) as u64);
+        }
         let node = match end {
             None => self.root_or_new(namespace),
             Some(end) => self.split_node(end),
         };
         self.lock(node);
-        self.touch(node, None);
-        self.keep_use(node);
+        if is_use {
+            self.touch(node, None);
+            self.keep_use(node);
+        }
         let found = place.map_or(0, |place| place.len);
         let (len, prompt_len) = (widen(self.node(node).end), tokens.count());
         Ok(Hold { node, len, found, is_author: false, prompt_len, own_snapshot: None })

@@ -267,9 +267,10 @@ impl Tree {
         if is_whole { self.snapshot_at(place.node) } else { None }
     }
 
-    /// Takes the snapshot at the end of a hold, if nothing but that hold ends or goes on there.
-    pub(in crate::cache) fn take_own_snapshot(&mut self, hold: &mut Hold) -> Option<StateSlot> {
-        let is_alone = self.node(hold.node).children == 0 && self.is_alone_at(hold.node, hold);
+    /// Takes the snapshot at the end of a hold, if nothing ends or goes on there but that hold and `others`.
+    pub(in crate::cache) fn take_own_snapshot(&mut self, hold: &mut Hold, others: u32) -> Option<StateSlot> {
+        let here = self.node(hold.node);
+        let is_alone = here.children == 0 && here.has_snapshot && here.leases == 1 + others;
         if !is_alone {
             return None;
         }
