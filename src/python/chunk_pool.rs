@@ -24,7 +24,7 @@ use super::framework::{backend, current_stream, to_dtype};
 use super::logging::{self, Reporter};
 use super::pool_name::PoolName;
 use super::tensor_cache::TensorCache;
-use super::{SLICE, lock, poll, wait_in_slices};
+use super::{SLICE, lock, wait_in_slices, wait_polling};
 
 /// Fixed-size chunks in one region, for offloaded K and V.
 ///
@@ -613,7 +613,7 @@ impl ChunkCopy {
             (Some(event), None) => py.detach(|| event.wait())?,
             (done, _) => {
                 let is_done = || done.as_ref().map_or(Ok(true), |event| event.has_passed());
-                if !wait_in_slices(py, timeout, |slice| poll(slice, is_done))? {
+                if !wait_polling(py, timeout, is_done)? {
                     return Ok(false);
                 }
             }

@@ -18,7 +18,7 @@ use super::debug::Debug;
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
 use super::kv_pool::KvPool;
-use super::{environment, logging, poll, wait_in_slices};
+use super::{environment, logging, wait_in_slices, wait_polling};
 
 /// Host memory below a `PrefixCache`. Loading pages from there with `Lease.load` is faster than computing
 /// them.
@@ -277,7 +277,7 @@ impl Load {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let stream = current_stream(py, self.device)?;
-        wait_in_slices(py, timeout, |slice| poll(slice, || self.load.query(stream)))
+        wait_polling(py, timeout, || self.load.query(stream))
     }
 
     /// The `StateError` of a load that was cancelled or failed, the `DriverError` of a device that has failed, else

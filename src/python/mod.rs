@@ -113,10 +113,7 @@ fn wait_in_slices(
     timeout: Option<f64>,
     wait: impl Fn(Duration) -> crate::base::Result<bool> + Sync,
 ) -> PyResult<bool> {
-    let seconds = timeout.unwrap_or(f64::INFINITY);
-    if seconds.is_nan() || seconds < 0.0 {
-        return Err(Error::argument(format!("timeout is {seconds}; it must be seconds, not negative")).into());
-    }
+    let seconds = checked_seconds(timeout)?;
     let start = Instant::now();
     loop {
         let left = (seconds - start.elapsed().as_secs_f64()).clamp(0.0, SLICE.as_secs_f64());
@@ -130,20 +127,36 @@ fn wait_in_slices(
     }
 }
 
-/// Asks again and again, up to `timeout`, whether something is over. Returns whether it is.
-fn poll(timeout: Duration, is_over: impl Fn() -> crate::base::Result<bool>) -> crate::base::Result<bool> {
+/// Asks again and again, until `timeout` seconds are over, whether something is. Pauses in between without the GIL; what
+/// locks anything holds it, so that no other thread forks meanwhile.
+fn wait_polling(
+    py: Python<'_>,
+    timeout: Option<f64>,
+    is_over: impl Fn() -> crate::base::Result<bool>,
+) -> PyResult<bool> {
+    let seconds = checked_seconds(timeout)?;
     let (start, mut pause) = (Instant::now(), Duration::from_micros(20));
     loop {
         if is_over()? {
             return Ok(true);
         }
-        let left = timeout.saturating_sub(start.elapsed());
-        if left.is_zero() {
+        py.check_signals()?;
+        let left = seconds - start.elapsed().as_secs_f64();
+        if left <= 0.0 {
             return Ok(false);
         }
-        std::thread::sleep(pause.min(left));
+        py.detach(|| std::thread::sleep(pause.min(Duration::from_secs_f64(left.min(1.0)))));
         pause = (pause * 2).min(Duration::from_millis(1));
     }
+}
+
+/// Returns the seconds of a timeout.
+fn checked_seconds(timeout: Option<f64>) -> PyResult<f64> {
+    let seconds = timeout.unwrap_or(f64::INFINITY);
+    if seconds.is_nan() || seconds < 0.0 {
+        return Err(Error::argument(format!("timeout is {seconds}; it must be seconds, not negative")).into());
+    }
+    Ok(seconds)
 }
 
 /// Returns the maximum number of threads of one large copy on the CPU.

@@ -33,7 +33,7 @@ use super::prefix_report::{Segment, event_to_py};
 use super::store_arg::lower_store;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
-use super::{logging, wait_in_slices};
+use super::{logging, wait_polling};
 
 pub(super) use lease::{Lease, Published};
 
@@ -328,7 +328,7 @@ impl PrefixCache {
     fn wait_written(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let _acting = self.begin(py)?;
         let stream = self.stream(py)?;
-        wait_in_slices(py, timeout, |timeout| self.cache.wait_written(timeout, stream))
+        wait_polling(py, timeout, || self.cache.wait_written(Duration::ZERO, stream))
     }
 
     /// Gives up all prefixes, or those of a namespace, pinned or not. Prefixes with a lease are no longer
