@@ -66,7 +66,7 @@ PAGES = (
         "The prefix cache of an arena",
         ("ArenaPrefixCache", "ArenaLease", "LeasedUnits", "GroupReport"),
     ),
-    Page("tiers", "Tiers and stores", ("HostTier", "FileStore", "Store", "StoreTransfer")),
+    Page("tiers", "Tiers and stores", ("HostTier", "ArenaHostTier", "FileStore", "Store", "StoreTransfer")),
     Page("chunks", "Chunks", ("ChunkPool", "Chunk", "ChunkCopy")),
     Page("scratch", "Buffers, pages and arenas", ("BufferPool", "Buffer", "PagePool", "Workspace")),
     Page("tensors", "Tensors", ("Tensor",)),

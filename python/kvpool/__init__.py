@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvpool import _fork  # noqa: F401 - registers its handlers
 from kvpool._kvpool import (
+    ArenaHostTier,
     ArenaLease,
     ArenaPlan,
     ArenaPlanner,
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from kvpool.observe.snapshot_file import snapshot
 
 __all__ = [
+    "ArenaHostTier",
     "ArenaLease",
     "ArenaPlan",
     "ArenaPlanner",

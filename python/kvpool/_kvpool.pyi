@@ -16,6 +16,7 @@ from kvpool.store import Store
 from kvpool.typing import (
     ArenaPrefixStats,
     ArenaStats,
+    ArenaTierStats,
     BlockLike,
     BufferStats,
     ChunkStats,
@@ -54,6 +55,7 @@ __all__ = [
     "_ERROR_CLASSES",
     "_STORAGE_DTYPES",
     "AddressSpace",
+    "ArenaHostTier",
     "ArenaLease",
     "ArenaPlan",
     "ArenaPlanner",
@@ -339,7 +341,7 @@ class Pool:
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-        `ArenaPrefixStats` or `TierStats`.
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
         """
     def used_on(self, tensor: TensorLike, stream: StreamLike | None = None) -> None:
         """Records that work on a stream uses memory of a pool. The memory returns to the driver only after that
@@ -631,7 +633,7 @@ class KVPool(Pool):
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-        `ArenaPrefixStats` or `TierStats`.
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
         """
 
 @disjoint_base
@@ -995,7 +997,7 @@ class TokenToKVPoolAllocator(Pool):
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-        `ArenaPrefixStats` or `TierStats`.
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
         """
 
 @final
@@ -1189,7 +1191,7 @@ class ReqToTokenPool(Pool):
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-        `ArenaPrefixStats` or `TierStats`.
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
         """
 
 @final
@@ -1683,7 +1685,7 @@ class GDNPool(Pool):
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-        `ArenaPrefixStats` or `TierStats`.
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
         """
 
 @final
@@ -2711,7 +2713,7 @@ class PrefixCache(Pool):
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-        `ArenaPrefixStats` or `TierStats`.
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
         """
 
 @final
@@ -3245,7 +3247,8 @@ class CacheArena(Pool):
     def slabs_free(self) -> int:
         """Number of slabs that no group has."""
     def alloc(self, units: dict[str, int]) -> dict[str, list[Any]] | None:
-        """Takes units of several groups, or none: those of the fullest slabs first.
+        """Takes units of several groups, or none: those of the fullest slabs first. Where a prefix cache has to give units up
+        that are being copied to its tier, the call waits for that copy.
 
         Args:
             units: Numbers of units by the name of the group.
@@ -3294,7 +3297,9 @@ class CacheArena(Pool):
             DriverError: If a driver call fails, or the stream is being captured.
         """
     def clear(self) -> None:
-        """Frees all units of all groups, those of prefix caches and planners too: their leases end."""
+        """Frees all units of all groups, those of prefix caches and planners too: their leases end. Waits for loads from a tier
+        that are copying to some of them.
+        """
     def buffer(self, group: str, plane: str, layer: SupportsIndex) -> torch.Tensor:
         """Returns a plane of a layer as one tensor over the arena, without a copy.
 
@@ -3336,7 +3341,7 @@ class CacheArena(Pool):
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-        `ArenaPrefixStats` or `TierStats`.
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
         """
 
 @final
@@ -3357,18 +3362,28 @@ class ArenaPrefixCache(Pool):
     hash. A namespace (a str, bytes or an int, such as an adapter or a tenant) keeps prefixes apart: two namespaces
     share nothing.
 
-    All calls are atomic and thread-safe, and make no CUDA call. Clearing the arena empties the cache. On a GPU, publish
+    All calls are atomic and thread-safe, and make no CUDA call, but for copies to a tier and back. Clearing the arena
+    empties the cache, not the tier. On a GPU, publish
     when the work that writes the units is enqueued on the current stream: prefixes are valid in the order of that
     stream.
 
     Args:
         arena: The arena of the units.
         policy: The order in which ends of prefixes are evicted: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
+        tiers: The tiers below the device: nothing, an `ArenaHostTier` for this cache alone, or that and a store: a `FileStore`
+            or another `Store`. What is published is copied to the first and from there to the second; `ArenaLease.load`
+            loads what was evicted meanwhile from the first, `fetch` copies units from the second to the first.
+        model: The name, in a store, of everything that the units depend on besides the tokens, the namespace and the layout:
+            the model with its revision, and the rank if the model is divided among ranks. Caches with the same name
+            share units. Required with a store, and only then.
         events: Whether to record changes for `events`.
         name: The name of this pool. Defaults to the class name and a number, such as "ArenaPrefixCache-0".
 
     Raises:
-        ConfigError: If `policy` is unknown.
+        ConfigError: If `policy` is unknown, the tier is for another arena or belongs to another cache, or only one of a store
+            and `model` is given.
+        StateError: If the store is closed.
+        TypeError: If `tiers` has something else.
     """
 
     def __new__(
@@ -3376,6 +3391,8 @@ class ArenaPrefixCache(Pool):
         arena: CacheArena,
         *,
         policy: Policy = "adaptive",
+        tiers: Sequence[ArenaHostTier | FileStore | Store] = (),
+        model: str | None = None,
         events: bool = False,
         name: str | None = None,
     ) -> ArenaPrefixCache: ...
@@ -3383,8 +3400,47 @@ class ArenaPrefixCache(Pool):
     def arena(self) -> CacheArena:
         """The arena of the units."""
     @property
+    def tiers(self) -> tuple[()] | tuple[ArenaHostTier] | tuple[ArenaHostTier, FileStore | Store]:
+        """The tiers below the device."""
+    @property
+    def model(self) -> str | None:
+        """The name in a store of what the units depend on, as passed to the constructor."""
+    @property
     def policy(self) -> Policy:
         """The name of the policy."""
+    def fetch(
+        self, token_ids: IndicesLike, *, max_tokens: SupportsIndex | None = None, namespace: Namespace = None
+    ) -> Fetch:
+        """Starts to fetch what the store has of a prompt to the host tier. Returns at once; a thread fetches, one prompt after
+        another. Call it when a request arrives, and `match` and `ArenaLease.load` when the request is about to run.
+
+        Args:
+            token_ids: As in `match`.
+            max_tokens: As in `match`.
+            namespace: As in `match`.
+
+        Returns:
+            A `Fetch`; without a store it is over at once.
+
+        Raises:
+            ArgumentError: As in `match`.
+            OutOfMemoryError: If no thread can be started.
+            TypeError: As in `match`.
+        """
+    def wait_written(self, timeout: float | None = None) -> bool:
+        """Waits, without the GIL, until all copies of units to host memory, and from there to a store, are complete. Without
+        tiers it returns at once.
+
+        Args:
+            timeout: Seconds; `None` for any time.
+
+        Returns:
+            Whether all copies completed within the time.
+
+        Raises:
+            ArgumentError: If `timeout` is negative.
+            DriverError: If the device has failed.
+        """
     def match(
         self,
         token_ids: IndicesLike,
@@ -3433,8 +3489,8 @@ class ArenaPrefixCache(Pool):
             TypeError: As in `match`.
         """
     def clear(self, namespace: Namespace = None) -> None:
-        """Gives up all prefixes, or those of a namespace. Prefixes with a lease are no longer found, and are given up when
-        their last lease ends.
+        """Gives up all prefixes, or those of a namespace, in the tier too. Prefixes with a lease are no longer found, and
+        are given up when their last lease ends.
         """
     def events(self) -> list[Stored | Removed | Cleared]:
         """Returns the changes since the last call, in order: objects of `Stored`, `Removed` and `Cleared`, as those of
@@ -3445,7 +3501,10 @@ class ArenaPrefixCache(Pool):
         where every group can go on, by the same rules as `match`. If no full group has a unit for every page, pages are
         reported as well, without a group: a prefix is known as far as its pages are.
 
-        65,536 events are kept; a reader that falls further behind gets `Cleared` and must start over.
+        Units of the host tier follow those of the device, with `tier="host"`; one that is found damaged there is reported as
+        long as it keeps its place.
+
+        65,536 events are kept of each; a reader that falls further behind gets `Cleared` and must start over.
 
         Raises:
             StateError: If the cache was made without `events=True`.
@@ -3474,7 +3533,7 @@ class ArenaPrefixCache(Pool):
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-        `ArenaPrefixStats` or `TierStats`.
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
         """
 
 @final
@@ -3497,6 +3556,31 @@ class ArenaLease:
 
         Raises:
             StaleError: If the lease was released, or the arena was cleared.
+        """
+    @property
+    def loadable(self) -> int:
+        """Tokens after the prefix that host memory has, and that `load` can load. 0 without a tier.
+
+        Raises:
+            StaleError: If the lease was released, or the arena was cleared.
+        """
+    def load(self) -> int:
+        """Copies what host memory has after the prefix to units of the arena, and extends the lease over it. On a GPU the copies
+        run on a separate stream; the current stream waits for them, and the host does not. Otherwise the call waits for
+        them, without the GIL.
+
+        Load before you pass the lease to a planner. Units whose fingerprint is not that of what came to the tier are not
+        loaded: they are logged and counted as `damaged` in `ArenaHostTier.stats`, and the load ends before them.
+
+        Returns:
+            The tokens that the lease has grown by: less than `loadable` if the arena has not enough units, or some are
+            damaged.
+
+        Raises:
+            DriverError: If a copy cannot be enqueued, as while the current stream is being captured.
+            StaleError: If the lease was released, or the arena was cleared.
+            StateError: If a request of an `ArenaPlanner` has the lease, or the copy has failed. The lease is as long as
+                before.
         """
     def __len__(self) -> int:
         """Return len(self)."""
@@ -4024,7 +4108,7 @@ class PagePool(Pool):
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-        `ArenaPrefixStats` or `TierStats`.
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
         """
 
 @final
@@ -4141,7 +4225,7 @@ class ChunkPool(Pool):
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-        `ArenaPrefixStats` or `TierStats`.
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
         """
 
 @final
@@ -4381,7 +4465,7 @@ class BufferPool(Pool):
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-        `ArenaPrefixStats` or `TierStats`.
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
         """
 
 @final
@@ -4474,7 +4558,7 @@ class _Workspace(Pool):
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-        `ArenaPrefixStats` or `TierStats`.
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
         """
     def _reset(self) -> bool:
         """Takes back the tensors of `empty` and `zeros`. Returns `False`, and does nothing, while PyTorch holds
@@ -4486,6 +4570,77 @@ class _Workspace(Pool):
         """Lets `kvpool_workspace_alloc` take memory of the arena for PyTorch's allocations on this thread."""
     def _leave(self) -> str | None:
         """Undoes `_enter`. Returns a description of the last allocation that failed, if any."""
+
+@final
+class ArenaHostTier(Pool):
+    """Host memory below an `ArenaPrefixCache`. Loading units from there with `ArenaLease.load` is faster than computing them.
+
+    It is an arena of its own: pages, windows and snapshots of states share its slabs, and a prefix is found there by the
+    same rules as on the device. Each unit is one contiguous piece, all layers one behind the other. What a request
+    publishes is copied there in the background, one copy after the other: on a thread or, for an arena on a GPU, on a
+    separate stream. Of windows only what the next token sees is copied.
+
+    Pieces have fingerprints, which are checked before a load (see `docs/host-tier.md`, "Damage"): a damaged one is counted,
+    named in the log and not used, the load ends before it, and the next publication of these tokens replaces it.
+
+    If the arena is on a GPU, the memory is page-locked in steps on threads, and copies pass through staging areas on the
+    GPU: `KVPOOL_STAGING_BYTES`, as for a `HostTier`.
+
+    Args:
+        arena: The arena of the units.
+        tier_bytes: Bytes of host memory; what is behind the last whole slab is not allocated.
+        pin_memory: Whether to page-lock the memory for an arena on a GPU.
+
+    Raises:
+        ConfigError: If `tier_bytes` are too few for the layout.
+        OutOfMemoryError: If there is not enough memory.
+    """
+
+    def __new__(
+        cls, arena: CacheArena, tier_bytes: SupportsIndex, *, pin_memory: bool = True
+    ) -> ArenaHostTier: ...
+    @property
+    def arena(self) -> CacheArena:
+        """The arena of the units."""
+    @property
+    def tier_bytes(self) -> int:
+        """Bytes of host memory, as passed to the constructor."""
+    @property
+    def pin_memory(self) -> bool:
+        """Whether page-locking was requested, as passed to the constructor."""
+    def stats(self) -> ArenaTierStats:
+        """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
+        `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
+        out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
+        """
+    def mem_bytes(self) -> int:
+        """Bytes of the memory."""
+    def staging_bytes(self) -> int:
+        """Bytes of GPU memory through which copies come here and go back; 0 if there is no such area."""
+    def piece_bytes(self, group: str) -> int:
+        """Bytes of a unit of a group; of one layer's, if it is a state that is placed layer by layer.
+
+        Raises:
+            ArgumentError: If there is no such group.
+        """
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Returns the addresses, the bytes and the bytes of an item of the memory, for transfer engines: one buffer, whose
+        items are slabs.
+        """
+    def wait_page_locked(self, timeout: float | None = None) -> bool:
+        """Waits, without the GIL, until page-locking has ended.
+
+        Args:
+            timeout: Seconds; `None` for any time.
+
+        Returns:
+            Whether it has ended within the time.
+
+        Raises:
+            ArgumentError: If `timeout` is negative.
+            DriverError: In a forked child.
+        """
 
 @final
 class HostTier(Pool):
@@ -4556,7 +4711,7 @@ class HostTier(Pool):
         """Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
         `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
         out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-        `ArenaPrefixStats` or `TierStats`.
+        `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
         """
     def mem_bytes(self) -> int:
         """Bytes of the memory."""
@@ -4873,9 +5028,9 @@ class StoreTransfer:
 
 @final
 class Fetch:
-    """A fetch of a prompt's pages from a store to the `HostTier` above it, made by `PrefixCache.fetch`. As long as it
-    lives, it keeps the pages that it fetched to or found in the host tier: drop it when the request has its lease and
-    `Load`. It does not keep pages on the device.
+    """A fetch of a prompt's pages from a store to the `HostTier` above it, made by `PrefixCache.fetch`, or of its units to an
+    `ArenaHostTier`, made by `ArenaPrefixCache.fetch`. As long as it lives, it keeps what it fetched to or found in the host
+    tier: drop it when the request has its lease and has loaded. It keeps nothing on the device.
     """
 
     @property

@@ -39,7 +39,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvpool._endpoints import endpoints
-from kvpool._kvpool import ArenaPrefixCache, FileStore, HostTier, PrefixCache
+from kvpool._kvpool import ArenaHostTier, ArenaPrefixCache, FileStore, HostTier, PrefixCache
 from kvpool._trees import trees
 from kvpool.errors import KvPoolError
 from kvpool.observe.registry import pools
@@ -145,6 +145,20 @@ _TIERS: _Table = {
         "kvpool_host_damaged", "Pages and snapshots given up, as host memory had damaged them"
     ),
 }
+_ARENA_TIERS: _Table = {
+    **_MEMORY,
+    "capacity": _gauge("kvpool_host_slabs_capacity", "Slabs of host memory"),
+    "in_use": _gauge("kvpool_host_slabs_in_use", "Slabs of host memory in use"),
+    "units": _gauge("kvpool_host_units", "Units of an arena in host memory"),
+    "page_locked": _gauge("kvpool_host_page_locked_bytes", "Host memory that is page-locked"),
+    **{
+        name: _TIERS[name]
+        for name in (
+            *("staging_bytes", "written", "loaded", "skipped", "failed"),
+            *("fetched", "unstored", "damaged"),
+        )
+    },
+}
 _STORES: _Table = {
     "pages": _gauge("kvpool_store_pages", "Pages in the store"),
     "capacity": _gauge("kvpool_store_pages_capacity", "Pages that the store has room for"),
@@ -180,7 +194,12 @@ _TREES: _Table = {
         "kvpool_sglang_prefix_second_owners", "How often a cached slot was found to have a second owner"
     ),
 }
-_BY_CLASS: Mapping[type[Pool], _Table] = {PrefixCache: _CACHES, ArenaPrefixCache: _CACHES, HostTier: _TIERS}
+_BY_CLASS: Mapping[type[Pool], _Table] = {
+    PrefixCache: _CACHES,
+    ArenaPrefixCache: _CACHES,
+    HostTier: _TIERS,
+    ArenaHostTier: _ARENA_TIERS,
+}
 
 
 class _Histogram(NamedTuple):

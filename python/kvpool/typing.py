@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArenaPrefixStats",
     "ArenaStats",
+    "ArenaTierStats",
     "ArrayLike",
     "BlockLike",
     "BufferStats",
@@ -363,6 +364,7 @@ class ArenaPrefixStats(PoolStats):
         missed_tokens: Tokens that were not found, over all lookups.
         published: Tokens that requests have published.
         duplicates: Published tokens that were cached before.
+        loaded: Tokens that came back from host memory.
         evicted: Tokens that were evicted.
         cached: Tokens that are cached.
         evictable: Cached tokens that no lease holds.
@@ -378,6 +380,7 @@ class ArenaPrefixStats(PoolStats):
     missed_tokens: int
     published: int
     duplicates: int
+    loaded: int
     evicted: int
     cached: int
     evictable: int
@@ -424,6 +427,41 @@ class TierStats(PoolStats):
     storing: int
     unstored: int
     damaged: int
+    page_locked: int
+    staging_bytes: int
+
+
+class ArenaTierStats(PoolStats):
+    """Statistics of `ArenaHostTier`, which hands out no units.
+
+    `capacity`, `available` and `in_use` are in slabs; the others, without a unit, count units of all groups,
+    those of each layer for states that are placed layer by layer.
+
+    Attributes:
+        available: Slabs that are empty.
+        in_use: Slabs with units.
+        units: Units that are in use.
+        written: Copied from the device.
+        loaded: Copied back to the device.
+        skipped: Not written, because nothing could be given up for them.
+        failed: Not written, because a copy failed.
+        damaged: Found with other bytes than those that came.
+        fetched: Copied from a store.
+        unstored: Not taken by a store.
+        page_locked: Bytes that are page-locked.
+        staging_bytes: GPU memory through which copies come here.
+    """
+
+    available: int
+    in_use: int
+    units: int
+    written: int
+    loaded: int
+    skipped: int
+    failed: int
+    damaged: int
+    fetched: int
+    unstored: int
     page_locked: int
     staging_bytes: int
 

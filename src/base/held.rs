@@ -3,6 +3,8 @@
 /// The locks of pools, in the order in which a thread takes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum LockRank {
+    /// The copies between the prefix cache of an arena and the tier below it.
+    ArenaTierCopies,
     /// The list of those that can free slots for an allocator that is short.
     Reclaimers,
     /// The reference by which threads of a store reach a prefix cache.

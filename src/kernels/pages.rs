@@ -120,6 +120,11 @@ pub(crate) struct LoadWay {
 }
 
 impl LoadWay {
+    /// Returns whether they come through a staging area: a part of the layers at a time.
+    pub(crate) const fn is_staged(&self) -> bool {
+        self.filling.is_some()
+    }
+
     /// Returns the layers that the call for layer `layer` copies: none, if an earlier call has copied it.
     pub(crate) fn layers(&self, layer: usize, of: usize) -> Range<usize> {
         let end = if layer.is_multiple_of(self.layers_at_once) { layer + self.layers_at_once } else { layer };

@@ -319,7 +319,7 @@ impl ArenaPlanner {
             let published = handed.lease.publish_held(tokens, &handed.units);
             published.inspect_err(|_| handed.free(&self.arena, &taken))
         });
-        self.with(|state, _| match published {
+        let length = self.with(|state, _| match published {
             Ok(published) => {
                 state.record_published(&handed, &published.units);
                 Ok(published.length)
@@ -328,7 +328,9 @@ impl ArenaPlanner {
                 state.take_back(&self.arena, &handed);
                 Err(error)
             }
-        })
+        })?;
+        handed.lease.save(tokens, stream);
+        Ok(length)
     }
 
     /// Frees all units and the rows of requests, and ends their leases. `seq_lens`, if given, must match the requests.

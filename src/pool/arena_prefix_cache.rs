@@ -2,24 +2,27 @@
 
 mod cache_core;
 mod lease;
+mod leased;
+mod store_link;
+mod tier_link;
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
 
-use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Device, Error, ErrorKind, Result, Slot};
 use crate::base::{Id, check_memory};
 use crate::cache::{
-    CacheEvent, CachedPage, Cause, Digest, GroupExplanation, Namespace, PolicyKind, Pressure, Tokens,
-    TreeStats,
+    CacheEvent, CachedPage, Digest, GroupExplanation, Namespace, PolicyKind, Tokens, TreeStats,
 };
 
 use super::contract::{Pool, Stats};
-use super::{CacheArena, CachedSizes, ReclaimUnits};
-use cache_core::{ArenaCacheCore, ArenaCacheState};
+use super::{ArenaHostTier, CacheArena, CachedSizes, LowerStore};
+use cache_core::{ArenaCacheCore, CachedKind, LowerMemory};
+use lease::LowerTier;
+use tier_link::TierLink;
 
 pub use lease::{ArenaLease, ArenaPublished};
+pub use store_link::ArenaFetch;
 
 /// Settings of an [`ArenaPrefixCache`].
 #[derive(Clone, Copy, Debug)]
@@ -28,6 +31,17 @@ pub struct ArenaPrefixCacheConfig {
     pub policy: PolicyKind,
     /// Hashes the keys of pages for [`ArenaPrefixCache::take_events`]; without it there are no events.
     pub events: Option<Digest>,
+}
+
+/// The tiers below an [`ArenaPrefixCache`].
+#[derive(Clone, Debug)]
+pub struct ArenaLowerTier {
+    /// Host memory, for this cache alone.
+    pub host: Arc<ArenaHostTier>,
+    /// Hashes the keys of pages.
+    pub digest: Digest,
+    /// The store below host memory.
+    pub store: Option<LowerStore>,
 }
 
 /// Counts of an [`ArenaPrefixCache`] since it was made, in tokens unless the name says otherwise.
@@ -43,6 +57,8 @@ pub struct ArenaPrefixCounts {
     pub published: usize,
     /// Tokens that others had published in between.
     pub duplicates: usize,
+    /// Tokens that came back from the tier below.
+    pub loaded: usize,
     /// Tokens evicted.
     pub evicted: usize,
     /// The numbers of units of each group that were evicted.
@@ -104,6 +120,7 @@ pub struct CachedUnits {
 /// ```
 pub struct ArenaPrefixCache {
     core: Arc<ArenaCacheCore>,
+    tier: Option<Arc<TierLink>>,
 }
 
 impl ArenaPrefixCache {
@@ -112,13 +129,44 @@ impl ArenaPrefixCache {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] when the host has no memory for it.
     pub fn new(config: ArenaPrefixCacheConfig, arena: Arc<CacheArena>) -> Result<Self> {
+        Self::with_tier(config, arena, None)
+    }
+
+    /// Works like [`Self::new`], with a tier below, for this cache alone: [`ArenaLease::save`] copies what was published
+    /// there, and [`ArenaLease::load`] copies back what was evicted meanwhile.
+    ///
+    /// # Errors
+    /// See [`Self::new`]; also [`ErrorKind::Config`] for the tier of another arena or of another cache.
+    pub fn with_tier(
+        config: ArenaPrefixCacheConfig,
+        arena: Arc<CacheArena>,
+        tier: Option<ArenaLowerTier>,
+    ) -> Result<Self> {
         check_memory(0)?;
-        let state = ArenaCacheState::new(&config, &arena);
-        let core =
-            Arc::new(ArenaCacheCore { arena, config, state: RankedMutex::new(LockRank::Cache, state) });
-        let reclaim: Arc<dyn ReclaimUnits> = Arc::clone(&core) as _;
-        core.arena.on_shortage(&reclaim);
-        Ok(Self { core })
+        if tier.as_ref().is_some_and(|tier| !Arc::ptr_eq(tier.host.arena(), &arena)) {
+            return Err(Error::config("the host tier is for another arena"));
+        }
+        let contents = CachedKind::of(&arena);
+        let tier = tier.map(|tier| TierLink::new(tier, config, &contents).map(Arc::new)).transpose()?;
+        let below = tier.clone().map(|tier| tier as Arc<dyn LowerMemory>);
+        Ok(Self { core: ArenaCacheCore::new(config, arena, contents, below), tier })
+    }
+
+    /// Returns whether nothing is on its way to the tier and the store below.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`] when the device has failed.
+    pub fn is_written(&self) -> Result<bool> {
+        self.tier.as_ref().map_or(Ok(true), |tier| tier.is_written())
+    }
+
+    /// Starts to fetch what the store has of the first `limit` of `tokens`, and the tier has not, to the tier. Does not wait.
+    ///
+    /// # Errors
+    /// The error of tokens that cannot be read; [`ErrorKind::OutOfMemory`] when no thread can be started.
+    pub fn fetch(&self, namespace: &Namespace, tokens: &dyn Tokens, limit: usize) -> Result<ArenaFetch> {
+        let tier = self.tier.as_ref();
+        tier.map_or_else(|| Ok(ArenaFetch::over()), |tier| tier.fetch(namespace, tokens, limit))
     }
 
     /// Returns the arena of the units.
@@ -143,14 +191,15 @@ impl ArenaPrefixCache {
         tokens: &dyn Tokens,
         limit: usize,
     ) -> Result<Arc<ArenaLease>> {
-        let mut cache = self.core.current();
-        let hold = cache.groups.match_prefix(namespace, tokens, limit)?;
-        cache.counts.lookups += 1;
-        cache.counts.hit_tokens += hold.len();
-        cache.counts.missed_tokens += tokens.count() - hold.len();
-        let epoch = cache.epoch();
-        drop(cache);
-        Ok(Arc::new(ArenaLease::new(&self.core, hold, epoch, namespace.clone())))
+        let len = limit.min(tokens.count());
+        let below = self.tier.clone().map(|tier| Ok((tier as Arc<dyn LowerTier>, tokens.to_vec(0..len)?)));
+        let lease = ArenaLease::of(&self.core, namespace, tokens, limit, below.transpose()?)?;
+        let found = lease.len().unwrap_or(0);
+        let counts = &mut self.core.state.lock().counts;
+        counts.lookups += 1;
+        counts.hit_tokens += found;
+        counts.missed_tokens += tokens.count() - found;
+        Ok(lease)
     }
 
     /// Returns the tokens that [`Self::match_prefix`] would find. Changes nothing: the prefix is neither leased nor
@@ -175,16 +224,15 @@ impl ArenaPrefixCache {
         self.core.current().groups.explain(namespace, tokens)
     }
 
-    /// Gives up the prefixes of a namespace, or all. Those with a lease are no longer found, and are given up when the
-    /// lease ends.
+    /// Gives up the prefixes of a namespace, or all, in the tier too. Those with a lease are no longer found, and are
+    /// given up when the lease ends.
     pub fn clear(&self, namespace: Option<&Namespace>) {
-        let mut cache = self.core.current();
-        let freed = cache.groups.clear(namespace, Cause { pressure: Pressure::Clear, at: Instant::now() });
-        self.core.free(&cache, &freed);
+        self.core.clear(namespace);
+        self.tier.iter().for_each(|tier| tier.clear(namespace));
     }
 
-    /// Takes the events since the last call, in order: which units of each group were
-    /// cached and given up.
+    /// Takes the events since the last call: which units of each group were cached and given up, in order, on the device
+    /// and then in the tier.
     ///
     /// # Errors
     /// [`ErrorKind::State`] for a cache that was made without events.
@@ -192,7 +240,15 @@ impl ArenaPrefixCache {
         if self.core.config.events.is_none() {
             return Err(Error::state("the prefix cache was made without events"));
         }
-        Ok(self.core.current().groups.take_events())
+        let mut events = self.core.current().groups.take_events();
+        let below = self.tier.as_ref().map_or(Vec::new(), |tier| tier.take_events());
+        // A journal that starts over begins with that. A reader then forgets both, and knows what comes behind it.
+        let starts_over = |events: &[CacheEvent]| matches!(events.first(), Some(CacheEvent::Cleared));
+        if starts_over(&below) && !starts_over(&events) {
+            events.insert(0, CacheEvent::Cleared);
+        }
+        events.extend(below.into_iter().filter(|event| !matches!(event, CacheEvent::Cleared)));
+        Ok(events)
     }
 
     /// Returns the tokens that no lease holds, and those that leases hold.
@@ -246,6 +302,13 @@ impl ArenaPrefixCache {
     }
 }
 
+impl Drop for ArenaPrefixCache {
+    /// Waits for copies to the tier, which is free for another cache then.
+    fn drop(&mut self) {
+        self.tier.iter().for_each(|tier| tier.close());
+    }
+}
+
 impl Pool for ArenaPrefixCache {
     fn unit(&self) -> &'static str {
         Slot::NOUN
@@ -275,6 +338,7 @@ impl Pool for ArenaPrefixCache {
             ("missed_tokens", counts.missed_tokens),
             ("published", counts.published),
             ("duplicates", counts.duplicates),
+            ("loaded", counts.loaded),
             ("evicted", counts.evicted),
             ("cached", tree.cached),
             ("evictable", tree.evictable),

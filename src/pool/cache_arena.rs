@@ -2,18 +2,22 @@
 
 use std::fmt;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use crate::base::bounded::{narrow, signed};
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{
-    DType, Device, Dims, Epoch, Error, IndexVec, Result, contiguous_strides, try_to_vec, try_with_capacity,
-    widen,
+    DType, Device, Dims, Epoch, Error, IndexVec, Page, Result, contiguous_strides, run_blocking, try_to_vec,
+    try_with_capacity, widen,
 };
 use crate::index::{BadFrees, OnBadFree, SlabCounts, SlabUnits, Slabs};
-use crate::kernels::{BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerRows, PlaneRows};
+use crate::kernels::{
+    BufferInfo, Executor, IndexSpace, IndexSpaces, Indices, LayerRows, PageCopy, PagePair, Pieces, PlaneRows,
+};
 use crate::layout::{CacheLayout, PlaneRuns, SlabLayout, SlabOptions};
-use crate::memory::{Backend, Region, Stream};
+use crate::memory::{Backend, Gpu, Region, Stream};
 use crate::tensor::TensorView;
+use crate::transfer::Transfer;
 
 use super::contract::{Pool, Stats};
 use super::{fits_int32, make_room};
@@ -78,6 +82,34 @@ struct Owners {
     slabs: Slabs,
     /// Ends when all units are freed at once.
     epoch: Epoch,
+    /// The number of calls that have taken units and begin to copy to them.
+    fills: usize,
+    /// Copies to units that may be in flight.
+    filling: Vec<Arc<Transfer>>,
+}
+
+/// A call that copies to units that it has taken: the units are not freed by a clear meanwhile.
+#[derive(Debug)]
+pub(super) struct Filling<'a> {
+    arena: &'a CacheArena,
+    transfer: Option<Arc<Transfer>>,
+}
+
+impl Filling<'_> {
+    /// Records the copy, which may still be in flight when this drops.
+    pub(super) fn keep(&mut self, transfer: &Arc<Transfer>) {
+        self.transfer = Some(Arc::clone(transfer));
+    }
+}
+
+impl Drop for Filling<'_> {
+    fn drop(&mut self) {
+        let in_flight = |transfer: &Arc<Transfer>| !transfer.is_complete().unwrap_or(true);
+        let mut owners = self.arena.owners();
+        owners.filling.retain(in_flight);
+        owners.filling.extend(self.transfer.take().filter(in_flight));
+        owners.fills -= 1;
+    }
 }
 
 /// A holder of units of a [`CacheArena`] that can free some on demand, such as a prefix cache.
@@ -126,8 +158,8 @@ impl CacheArena {
         // Before the memory: its errors are about arguments.
         let owners = Slabs::new(narrow(slabs.slabs()), &units)?;
         let region = Arc::new(Region::new(Arc::clone(backend), slabs.bytes())?);
-        let owners =
-            RankedMutex::new(LockRank::CacheArena, Owners { slabs: owners, epoch: Epoch::default() });
+        let owners = Owners { slabs: owners, epoch: Epoch::default(), fills: 0, filling: Vec::new() };
+        let owners = RankedMutex::new(LockRank::CacheArena, owners);
         let reclaim = RankedMutex::new(LockRank::Reclaimers, Vec::new());
         let mut units = try_with_capacity(groups)?;
         for group in 0..groups {
@@ -170,6 +202,21 @@ impl CacheArena {
     pub fn buffer_infos(&self) -> impl Iterator<Item = BufferInfo> {
         let address = self.region.address().as_ptr().addr();
         std::iter::once(BufferInfo { address, bytes: self.mem_bytes(), row_bytes: self.slabs.slab_bytes() })
+    }
+
+    /// Returns the memory.
+    pub(super) const fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// Returns the GPU of the memory, if it is on one.
+    pub(super) fn gpu(&self) -> Option<&Arc<Gpu>> {
+        self.region.gpu()
+    }
+
+    /// Returns the whole units of a group, by their numbers.
+    pub(super) fn unit_rows(&self, group: usize) -> &LayerRows {
+        &self.units[group].0
     }
 
     fn owners(&self) -> RankedGuard<'_, Owners> {
@@ -339,6 +386,29 @@ impl CacheArena {
         Ok(())
     }
 
+    /// Copies whole units of a group to their pieces in host memory, or back: see [`Executor::copy_pages`].
+    pub(super) fn copy_pieces(
+        &self,
+        group: usize,
+        pieces: &Pieces,
+        direction: PageCopy,
+        pairs: &[PagePair<Page>],
+        stream: Stream,
+    ) -> Result<()> {
+        let (rows, executor) = &self.units[group];
+        let layers = rows.layers();
+        if direction == PageCopy::In {
+            let way = pieces.begin_load(pairs, stream)?;
+            if way.is_staged() {
+                let steps = (0..layers).map(|layer| way.layers(layer, layers));
+                return steps
+                    .filter(|layers| !layers.is_empty())
+                    .try_for_each(|layers| executor.load_pages(rows, pieces, pairs, &layers, &way, stream));
+            }
+        }
+        executor.copy_pages(rows, pieces, direction, pairs, 0..layers, stream)
+    }
+
     /// Takes units for a prefix cache, numbers by group, and asks those that can give units back. `None` if that is not
     /// enough, or `epoch` is over.
     pub(super) fn take_held(
@@ -357,11 +427,41 @@ impl CacheArena {
         }
     }
 
-    /// Frees all units of all groups, those of planners and prefix caches too.
-    pub fn clear(&self) {
+    /// Begins to copy to units taken in `epoch`, which a clear does not free until this drops and its copy is over. `None`
+    /// if the epoch is over: the units are free.
+    pub(super) fn begin_fill(&self, epoch: Epoch) -> Option<Filling<'_>> {
         let mut owners = self.owners();
-        owners.slabs.clear();
-        owners.epoch = owners.epoch.next();
+        if owners.epoch != epoch {
+            return None;
+        }
+        owners.fills += 1;
+        Some(Filling { arena: self, transfer: None })
+    }
+
+    /// Frees all units of all groups, those of planners and prefix caches too. Waits for copies from a tier to units of
+    /// prefixes that are being loaded.
+    pub fn clear(&self) {
+        /// The time after which a call that fills units is looked at again.
+        const POLL: Duration = Duration::from_micros(50);
+        loop {
+            let filling = {
+                let mut owners = self.owners();
+                owners.filling.retain(|transfer| !transfer.is_complete().unwrap_or(true));
+                if owners.fills == 0 && owners.filling.is_empty() {
+                    owners.slabs.clear();
+                    owners.epoch = owners.epoch.next();
+                    return;
+                }
+                owners.filling.clone()
+            };
+            for transfer in &filling {
+                // A device that has failed copies no more.
+                let _ = transfer.wait();
+            }
+            if filling.is_empty() {
+                run_blocking(|| std::thread::sleep(POLL));
+            }
+        }
     }
 
     fn check_group(&self, group: usize) -> Result<()> {

@@ -11,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+mod arena_host_tier;
 mod arena_planner;
 mod arena_prefix_cache;
 mod batch_args;
@@ -41,9 +42,11 @@ mod table_mirror;
 mod token_to_kv_pool_allocator;
 mod workspace;
 
+pub use arena_host_tier::{ArenaHostTier, ArenaHostTierConfig};
 pub use arena_planner::{ArenaPlan, ArenaPlanner, ArenaPlannerConfig, PlanArray};
 pub use arena_prefix_cache::{
-    ArenaLease, ArenaPrefixCache, ArenaPrefixCacheConfig, ArenaPrefixCounts, ArenaPublished, CachedUnits,
+    ArenaFetch, ArenaLease, ArenaLowerTier, ArenaPrefixCache, ArenaPrefixCacheConfig, ArenaPrefixCounts,
+    ArenaPublished, CachedUnits,
 };
 pub use batch_planner::{Batch, BatchPlanner, Field, Plan, PlannerConfig, Prefix};
 pub use buffer_pool::{Buffer, BufferConfig, BufferPool};

@@ -4,25 +4,34 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use pyo3::PyTraverseError;
+use pyo3::exceptions::PyTypeError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::base::Error;
 use crate::cache::{GroupExplanation, GroupReason, LeasedUnits as PoolUnits, PolicyKind};
+use crate::kernels::BufferInfo;
 use crate::layout::GroupKind;
+use crate::memory::Stream;
 use crate::pool::{
-    ArenaLease as PoolLease, ArenaPrefixCache as Cache, ArenaPrefixCacheConfig, CacheArena as Arena,
+    ArenaLease as PoolLease, ArenaLowerTier, ArenaPrefixCache as Cache, ArenaPrefixCacheConfig,
+    CacheArena as Arena,
 };
 
+use super::arena_host_tier::ArenaHostTier;
 use super::args;
 use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::cache_arena::{CacheArena, flattened, name_of};
 use super::debug::Debug;
+use super::fetch::{Fetch, PoolFetch};
+use super::framework::current_stream;
 use super::page_keys::{digest, namespace_of, namespace_to_py};
 use super::pool_name::PoolName;
 use super::prefix_report::event_to_py;
+use super::store_arg::lower_store;
 use super::tokens::with_tokens;
+use super::wait_polling;
 
 /// Keeps the units of prompts and answers by their tokens, so that a request that begins like an earlier one does not
 /// compute them again: the prefix cache of a `CacheArena`, for every group of its layout.
@@ -40,22 +49,48 @@ use super::tokens::with_tokens;
 /// hash. A namespace (a str, bytes or an int, such as an adapter or a tenant) keeps prefixes apart: two namespaces
 /// share nothing.
 ///
-/// All calls are atomic and thread-safe, and make no CUDA call. Clearing the arena empties the cache. On a GPU, publish
+/// All calls are atomic and thread-safe, and make no CUDA call, but for copies to a tier and back. Clearing the arena
+/// empties the cache, not the tier. On a GPU, publish
 /// when the work that writes the units is enqueued on the current stream: prefixes are valid in the order of that
 /// stream.
 ///
 /// Args:
 ///     arena: The arena of the units.
 ///     policy: The order in which ends of prefixes are evicted: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
+///     tiers: The tiers below the device: nothing, an `ArenaHostTier` for this cache alone, or that and a store: a `FileStore`
+///         or another `Store`. What is published is copied to the first and from there to the second; `ArenaLease.load`
+///         loads what was evicted meanwhile from the first, `fetch` copies units from the second to the first.
+///     model: The name, in a store, of everything that the units depend on besides the tokens, the namespace and the layout:
+///         the model with its revision, and the rank if the model is divided among ranks. Caches with the same name
+///         share units. Required with a store, and only then.
 ///     events: Whether to record changes for `events`.
 ///     name: The name of this pool. Defaults to the class name and a number, such as "ArenaPrefixCache-0".
 ///
 /// Raises:
-///     ConfigError: If `policy` is unknown.
+///     ConfigError: If `policy` is unknown, the tier is for another arena or belongs to another cache, or only one of a store
+///         and `model` is given.
+///     StateError: If the store is closed.
+///     TypeError: If `tiers` has something else.
 #[pyclass(extends = BasePool, frozen, module = "kvpool", name = "ArenaPrefixCache")]
 pub(super) struct ArenaPrefixCache {
     cache: Cache,
     arena: Py<CacheArena>,
+    tiers: Vec<Py<PyAny>>,
+    model: Option<String>,
+}
+
+impl ArenaPrefixCache {
+    /// Returns the stream of copies to the tier and back; the default one without a tier.
+    fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
+        let device = self.cache.arena().device();
+        if self.tiers.is_empty() { Ok(Stream::default_of(device)) } else { current_stream(py, device) }
+    }
+
+    fn log_notes_below(&self, py: Python<'_>) {
+        if let Some(Ok(host)) = self.tiers.first().map(|tier| tier.bind(py).cast::<ArenaHostTier>()) {
+            host.get().log_notes(py);
+        }
+    }
 }
 
 impl PoolClass for ArenaPrefixCache {
@@ -67,11 +102,14 @@ impl PoolClass for ArenaPrefixCache {
 #[pymethods]
 impl ArenaPrefixCache {
     #[new]
-    #[pyo3(signature = (arena, *, policy="adaptive", events=false, name=None))]
+    #[pyo3(signature = (arena, *, policy="adaptive", tiers=Vec::new(), model=None, events=false, name=None),
+           text_signature = "(arena, *, policy=\"adaptive\", tiers=(), model=None, events=False, name=None)")]
     fn new(
         py: Python<'_>,
         arena: Py<CacheArena>,
         policy: &str,
+        tiers: Vec<Bound<'_, PyAny>>,
+        model: Option<String>,
         events: bool,
         name: Option<String>,
     ) -> PyResult<PyClassInitializer<Self>> {
@@ -79,8 +117,10 @@ impl ArenaPrefixCache {
         let config =
             ArenaPrefixCacheConfig { policy: PolicyKind::parse(policy)?, events: events.then_some(digest) };
         let pool = Arc::clone(&arena.get().pool);
-        let cache = py.detach(|| Cache::new(config, pool))?;
-        Ok(BasePool::named(name, Debug::OFF, Self { cache, arena }))
+        let below = lower_tier(&tiers, model.as_deref())?;
+        let tiers = tiers.into_iter().map(Bound::unbind).collect();
+        let cache = py.detach(|| Cache::with_tier(config, pool, below))?;
+        Ok(BasePool::named(name, Debug::OFF, Self { cache, arena, tiers, model }))
     }
 
     /// Leases the longest cached prefix at which every group can go on. What was found counts as used. A miss is a
@@ -153,8 +193,54 @@ impl ArenaPrefixCache {
         Ok(groups.into_iter().map(report).collect())
     }
 
-    /// Gives up all prefixes, or those of a namespace. Prefixes with a lease are no longer found, and are given up when
-    /// their last lease ends.
+    /// Starts to fetch what the store has of a prompt to the host tier. Returns at once; a thread fetches, one prompt after
+    /// another. Call it when a request arrives, and `match` and `ArenaLease.load` when the request is about to run.
+    ///
+    /// Args:
+    ///     token_ids: As in `match`.
+    ///     max_tokens: As in `match`.
+    ///     namespace: As in `match`.
+    ///
+    /// Returns:
+    ///     A `Fetch`; without a store it is over at once.
+    ///
+    /// Raises:
+    ///     ArgumentError: As in `match`.
+    ///     OutOfMemoryError: If no thread can be started.
+    ///     TypeError: As in `match`.
+    #[pyo3(signature = (token_ids, *, max_tokens=None, namespace=None))]
+    fn fetch(
+        &self,
+        token_ids: &Bound<'_, PyAny>,
+        max_tokens: Option<&Bound<'_, PyAny>>,
+        namespace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Fetch> {
+        let (namespace, limit) = (namespace_of(namespace)?, limit_of(max_tokens)?);
+        let fetch = with_tokens(token_ids, |tokens| Ok(self.cache.fetch(&namespace, tokens, limit)?))?;
+        Ok(Fetch { fetch: PoolFetch::Units(fetch) })
+    }
+
+    /// Waits, without the GIL, until all copies of units to host memory, and from there to a store, are complete. Without
+    /// tiers it returns at once.
+    ///
+    /// Args:
+    ///     timeout: Seconds; `None` for any time.
+    ///
+    /// Returns:
+    ///     Whether all copies completed within the time.
+    ///
+    /// Raises:
+    ///     ArgumentError: If `timeout` is negative.
+    ///     DriverError: If the device has failed.
+    #[pyo3(signature = (timeout=None))]
+    fn wait_written(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let waited = wait_polling(py, timeout, || self.cache.is_written());
+        self.log_notes_below(py);
+        waited
+    }
+
+    /// Gives up all prefixes, or those of a namespace, in the tier too. Prefixes with a lease are no longer found, and
+    /// are given up when their last lease ends.
     #[pyo3(signature = (namespace=None))]
     fn clear(&self, namespace: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let namespace = namespace.map(|object| namespace_of(Some(object))).transpose()?;
@@ -170,7 +256,10 @@ impl ArenaPrefixCache {
     /// where every group can go on, by the same rules as `match`. If no full group has a unit for every page, pages are
     /// reported as well, without a group: a prefix is known as far as its pages are.
     ///
-    /// 65,536 events are kept; a reader that falls further behind gets `Cleared` and must start over.
+    /// Units of the host tier follow those of the device, with `tier="host"`; one that is found damaged there is reported as
+    /// long as it keeps its place.
+    ///
+    /// 65,536 events are kept of each; a reader that falls further behind gets `Cleared` and must start over.
     ///
     /// Raises:
     ///     StateError: If the cache was made without `events=True`.
@@ -225,6 +314,18 @@ impl ArenaPrefixCache {
         self.arena.clone_ref(py)
     }
 
+    /// The tiers below the device.
+    #[getter]
+    fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.tiers)
+    }
+
+    /// The name in a store of what the units depend on, as passed to the constructor.
+    #[getter]
+    fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
     /// The name of the policy.
     #[getter]
     fn policy(&self) -> &'static str {
@@ -243,8 +344,29 @@ impl ArenaPrefixCache {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.arena)
+        visit.call(&self.arena)?;
+        self.tiers.iter().try_for_each(|tier| visit.call(tier))
     }
+}
+
+/// Converts the argument `tiers`.
+fn lower_tier(tiers: &[Bound<'_, PyAny>], model: Option<&str>) -> PyResult<Option<ArenaLowerTier>> {
+    if tiers.len() > 2 {
+        let text =
+            format!("{} tiers were given; there can be an ArenaHostTier and a store below it", tiers.len());
+        return Err(Error::config(text).into());
+    }
+    let Some(given) = tiers.first() else {
+        lower_store(None, model, Vec::new)?;
+        return Ok(None);
+    };
+    let host = given.cast::<ArenaHostTier>().map_err(|_| {
+        PyTypeError::new_err(format!("tiers[0] must be an ArenaHostTier, not {}", args::kind_of(given)))
+    })?;
+    let host = Arc::clone(&host.get().tier);
+    let region = |buffer: BufferInfo| (buffer.address, buffer.bytes);
+    let store = lower_store(tiers.get(1), model, || host.buffer_infos().map(region).collect())?;
+    Ok(Some(ArenaLowerTier { host, digest, store }))
 }
 
 fn limit_of(max_tokens: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
@@ -282,6 +404,39 @@ impl ArenaLease {
 
     fn __len__(&self) -> PyResult<usize> {
         self.length()
+    }
+
+    /// Tokens after the prefix that host memory has, and that `load` can load. 0 without a tier.
+    ///
+    /// Raises:
+    ///     StaleError: If the lease was released, or the arena was cleared.
+    #[getter]
+    fn loadable(&self) -> PyResult<usize> {
+        Ok(self.lease.loadable()?)
+    }
+
+    /// Copies what host memory has after the prefix to units of the arena, and extends the lease over it. On a GPU the copies
+    /// run on a separate stream; the current stream waits for them, and the host does not. Otherwise the call waits for
+    /// them, without the GIL.
+    ///
+    /// Load before you pass the lease to a planner. Units whose fingerprint is not that of what came to the tier are not
+    /// loaded: they are logged and counted as `damaged` in `ArenaHostTier.stats`, and the load ends before them.
+    ///
+    /// Returns:
+    ///     The tokens that the lease has grown by: less than `loadable` if the arena has not enough units, or some are
+    ///     damaged.
+    ///
+    /// Raises:
+    ///     DriverError: If a copy cannot be enqueued, as while the current stream is being captured.
+    ///     StaleError: If the lease was released, or the arena was cleared.
+    ///     StateError: If a request of an `ArenaPlanner` has the lease, or the copy has failed. The lease is as long as
+    ///         before.
+    fn load(&self, py: Python<'_>) -> PyResult<usize> {
+        let cache = self.cache.get();
+        let stream = cache.stream(py)?;
+        let loaded = self.lease.load(stream);
+        cache.log_notes_below(py);
+        Ok(loaded?)
     }
 
     /// The namespace of the prefix.
@@ -348,7 +503,12 @@ impl ArenaLease {
             let name = name_of(&name)?;
             given[arena.layout().group_number(&name)?] = units_of(&name, &units)?;
         }
-        let published = with_tokens(token_ids, |tokens| Ok(self.lease.publish(tokens, &given)?))?;
+        let stream = self.cache.get().stream(py)?;
+        let published = with_tokens(token_ids, |tokens| {
+            let published = self.lease.publish(tokens, &given)?;
+            self.lease.save(tokens, stream);
+            Ok(published)
+        })?;
         let found = PyDict::new(py);
         for (group, units) in published.units.iter().enumerate() {
             found.set_item(arena.layout().groups()[group].name(), units_to_py(py, arena, group, units)?)?;

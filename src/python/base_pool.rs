@@ -244,7 +244,7 @@ impl BasePool {
     /// Returns the statistics of this pool, at the cost of a lock and a few loads. The keys are those of
     /// `kvpool.typing.PoolStats`, and of the subclass for this pool: `UnitStats` and `CountedStats` if it hands
     /// out units, `SlotStats`, `ArenaStats`, `TrackStats`, `ChunkStats`, `BufferStats`, `KVStats`, `PrefixStats`,
-    /// `ArenaPrefixStats` or `TierStats`.
+    /// `ArenaPrefixStats`, `TierStats` or `ArenaTierStats`.
     fn stats<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         (slf.get().class.before_stats)(slf)?;
         let (py, stats) = (slf.py(), Self::read(slf, |pool| pool.stats()));

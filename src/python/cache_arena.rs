@@ -156,7 +156,8 @@ impl CacheArena {
         Ok(BasePool::named(name, Debug::OFF, pool))
     }
 
-    /// Takes units of several groups, or none: those of the fullest slabs first.
+    /// Takes units of several groups, or none: those of the fullest slabs first. Where a prefix cache has to give units up
+    /// that are being copied to its tier, the call waits for that copy.
     ///
     /// Args:
     ///     units: Numbers of units by the name of the group.
@@ -243,7 +244,8 @@ impl CacheArena {
         Ok(self.pool.copy(number, &dst, &src, stream)?)
     }
 
-    /// Frees all units of all groups, those of prefix caches and planners too: their leases end.
+    /// Frees all units of all groups, those of prefix caches and planners too: their leases end. Waits for loads from a tier
+    /// that are copying to some of them.
     fn clear(&self) {
         self.pool.clear();
     }

@@ -1,17 +1,55 @@
 //! `kvpool.Fetch`.
 
+use std::time::Duration;
+
 use pyo3::prelude::*;
 
-use crate::pool::Fetch as PoolFetch;
+use crate::pool::{ArenaFetch, Fetch as PageFetch};
 
 use super::wait_in_slices;
 
-/// A fetch of a prompt's pages from a store to the `HostTier` above it, made by `PrefixCache.fetch`. As long as it
-/// lives, it keeps the pages that it fetched to or found in the host tier: drop it when the request has its lease and
-/// `Load`. It does not keep pages on the device.
+/// A fetch of a prompt's pages from a store to the `HostTier` above it, made by `PrefixCache.fetch`, or of its units to an
+/// `ArenaHostTier`, made by `ArenaPrefixCache.fetch`. As long as it lives, it keeps what it fetched to or found in the host
+/// tier: drop it when the request has its lease and has loaded. It keeps nothing on the device.
 #[pyclass(frozen, module = "kvpool", name = "Fetch", weakref)]
 pub(super) struct Fetch {
     pub(super) fetch: PoolFetch,
+}
+
+/// What is fetched.
+pub(super) enum PoolFetch {
+    Pages(PageFetch),
+    Units(ArenaFetch),
+}
+
+impl PoolFetch {
+    fn len(&self) -> usize {
+        match self {
+            Self::Pages(fetch) => fetch.len(),
+            Self::Units(fetch) => fetch.len(),
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        match self {
+            Self::Pages(fetch) => fetch.is_over(),
+            Self::Units(fetch) => fetch.is_over(),
+        }
+    }
+
+    fn wait(&self, timeout: Duration) -> bool {
+        match self {
+            Self::Pages(fetch) => fetch.wait(timeout),
+            Self::Units(fetch) => fetch.wait(timeout),
+        }
+    }
+
+    fn cancel(&self) {
+        match self {
+            Self::Pages(fetch) => fetch.cancel(),
+            Self::Units(fetch) => fetch.cancel(),
+        }
+    }
 }
 
 #[pymethods]

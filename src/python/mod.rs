@@ -14,6 +14,7 @@
               arguments arrive by value"
 )]
 
+mod arena_host_tier;
 mod arena_planner;
 mod arena_prefix_cache;
 mod args;
@@ -229,6 +230,8 @@ mod _kvpool {
     };
     use crate::memory::prefer_huge_pages;
 
+    #[pymodule_export]
+    use super::arena_host_tier::ArenaHostTier;
     #[pymodule_export]
     use super::arena_planner::{ArenaPlan, ArenaPlanner, GroupPlan};
     #[pymodule_export]

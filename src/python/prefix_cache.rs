@@ -23,7 +23,7 @@ use crate::pool::{
 use super::args::{self, Arg};
 use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::debug::Debug;
-use super::fetch::Fetch;
+use super::fetch::{Fetch, PoolFetch};
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
 use super::host_tier::HostTier;
@@ -266,7 +266,7 @@ impl PrefixCache {
         let (namespace, stream) = (namespace_of(namespace)?, self.stream(py)?);
         let limit = limit.map_or(Ok(usize::MAX), |limit| args::count("limit", limit))?;
         let fetch = with_tokens(tokens, |tokens| Ok(self.cache.fetch(&namespace, tokens, limit, stream)?))?;
-        Ok(Fetch { fetch })
+        Ok(Fetch { fetch: PoolFetch::Pages(fetch) })
     }
 
     /// Adds a prompt: matches it, publishes the rest, and releases the lease. The caller's slots of tokens

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import kvpool
 from kvpool import (
+    ArenaHostTier,
     ArenaLease,
     ArenaPrefixCache,
     CacheArena,
@@ -78,11 +79,13 @@ PATIENCE_S = 60.0
 NAMESPACES: list[Namespace] = [None, "a"]
 
 
-def make(groups: list[Group], slabs: int = 40) -> ArenaPrefixCache:
+def make(groups: list[Group], slabs: int = 40, tier_bytes: int = 0) -> ArenaPrefixCache:
     """A small cache, which often has to evict."""
     layout = CacheLayout(groups, page_size=PAGE)
     slab_bytes = CacheArena(layout, 1 << 23, "cpu").slabs.slab_bytes
-    return ArenaPrefixCache(CacheArena(layout, slabs * slab_bytes, "cpu"), policy="lru", events=True)
+    arena = CacheArena(layout, slabs * slab_bytes, "cpu")
+    tiers = [ArenaHostTier(arena, tier_bytes)] if tier_bytes else []
+    return ArenaPrefixCache(arena, policy="lru", tiers=tiers, events=True)
 
 
 def tokens_of(group: Group) -> int:
@@ -93,8 +96,8 @@ def tokens_of(group: Group) -> int:
 class Reader:
     """What the events tell. Slow, and near to the words of the documentation."""
 
-    def __init__(self, groups: list[Group]) -> None:
-        self.groups = groups
+    def __init__(self, groups: list[Group], tier: str = "device") -> None:
+        self.groups, self.tier = groups, tier
         self.has_states = any(group.kind == "state" for group in groups)
         whole = [group.name for group in groups if group.kind == "full" and tokens_of(group) == PAGE]
         self.pages = whole[0] if whole else None
@@ -108,7 +111,8 @@ class Reader:
                 continue
             group = None if event.group is None else known[event.group]
             assert event.kind == (None if group is None else group.kind)
-            assert event.tier == "device"
+            if event.tier != self.tier:
+                continue
             units = self.units[event.group]
             if isinstance(event, Removed):
                 assert units.issuperset(event.pages)
@@ -155,8 +159,8 @@ class Reader:
 class World:
     """A cache, what its readers know, and requests."""
 
-    def __init__(self, groups: list[Group]) -> None:
-        self.cache = make(groups, slabs=10)
+    def __init__(self, groups: list[Group], tier_bytes: int = 0) -> None:
+        self.cache = make(groups, slabs=10, tier_bytes=tier_bytes)
         self.groups = groups
         self.reader = Reader(groups)
         self.index = PrefixIndex()
@@ -278,6 +282,29 @@ def test_readers_agree_when_memory_is_short(name: str) -> None:
     assert evicted > 5
     world.cache.clear("a")
     world.check()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_readers_know_what_the_tier_has(name: str) -> None:
+    groups = LAYOUTS[name]
+    largest = max(group.entry_bytes * len(group.layers) for group in groups)
+    world, chance = World(groups, tier_bytes=8 * max(4096, 2 * largest)), random.Random(name)  # noqa: S311
+    readers = world.reader, Reader(groups, "host")
+    for number in range(300):
+        world.step(chance.choice(OPERATIONS), chance.randrange(1 << 16))
+        if number % 10:
+            continue
+        events = world.cache.events()
+        for reader in readers:
+            reader.apply(events)
+        for prompt in map(some_prompt, range(PROMPTS)):
+            here, below = (reader.cached_len(prompt, None) for reader in readers)
+            with world.cache.match(prompt) as lease:
+                assert (lease.length, lease.loadable) == (here, max(0, below - here))
+    world.cache.arena.clear()
+    assert any(world.cache.match(some_prompt(number)).loadable for number in range(PROMPTS))
+    world.cache.clear()
+    assert any(isinstance(event, Cleared) for event in world.cache.events())
 
 
 def units(events: Iterable[Stored | Removed | Cleared]) -> list[tuple[str, str | None, list[bytes]]]:

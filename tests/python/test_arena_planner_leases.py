@@ -340,7 +340,7 @@ def test_a_clear_of_the_arena_ends_leases() -> None:
 
 
 def test_threads_share_a_cache() -> None:
-    engine = Engine(LAYOUTS["hybrid"], 1 << 14, 8)
+    engine = Engine(LAYOUTS["hybrid"], 1 << 14)
     failures: list[BaseException] = []
 
     def work(seed: int) -> None:

@@ -18,14 +18,20 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool import (
+    ArenaHostTier,
+    ArenaPrefixCache,
     BufferPool,
+    CacheArena,
+    CacheLayout,
     ChunkPool,
     DriverError,
     FileStore,
     GDNPool,
+    Group,
     HostTier,
     KVPool,
     PagePool,
+    Plane,
     PrefixCache,
     ReqToTokenPool,
     TokenToKVPoolAllocator,
@@ -185,6 +191,36 @@ def test_the_numbers_of_host_tiers() -> None:
         "kvpool_host_failed_total": 0,
         "kvpool_host_fetched_total": 0,
         "kvpool_host_storing": 0,
+        "kvpool_host_unstored_total": 0,
+        "kvpool_host_damaged_total": 0,
+        "kvpool_memory_bytes": tier.mem_bytes(),
+    }
+    assert values_of("cache")["kvpool_prefix_loaded_tokens_total"] == 8
+
+
+def test_the_numbers_of_a_tier_of_an_arena() -> None:
+    layout = CacheLayout([Group("full", "full", [0], [Plane("k", "uint8", (64,))])], page_size=4)
+    arena = CacheArena(layout, 1 << 16, devices.current())
+    tier = named(ArenaHostTier(arena, 1 << 16), "tier")
+    cache = named(ArenaPrefixCache(arena, tiers=(tier,)), "cache")
+    with cache.match(range(8)) as lease:
+        lease.publish(range(8), some(arena.alloc({"full": 2})))
+    assert cache.wait_written(60)
+    arena.clear()
+    with cache.match(range(8)) as lease:
+        assert lease.load() == 8
+    stats = tier.stats()
+    assert values_of("tier") == {
+        "kvpool_host_slabs_capacity": stats["capacity"],
+        "kvpool_host_slabs_in_use": 1,
+        "kvpool_host_units": 2,
+        "kvpool_host_page_locked_bytes": 0 if devices.current() == "cpu" else tier.mem_bytes(),
+        "kvpool_host_staging_bytes": tier.staging_bytes(),
+        "kvpool_host_written_total": 2,
+        "kvpool_host_loaded_total": 2,
+        "kvpool_host_skipped_total": 0,
+        "kvpool_host_failed_total": 0,
+        "kvpool_host_fetched_total": 0,
         "kvpool_host_unstored_total": 0,
         "kvpool_host_damaged_total": 0,
         "kvpool_memory_bytes": tier.mem_bytes(),

@@ -1,13 +1,16 @@
 //! The state that a cache shares with its leases, and what an arena that is short asks of it.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::base::lock_order::{RankedGuard, RankedMutex};
+use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{Epoch, Result};
-use crate::cache::{Cause, GroupTree, JournalOf, Pressure, Relief, Tier, UnitNumbers, UnitsToFree};
+use crate::cache::{
+    Cause, GroupTree, JournalOf, Namespace, Pressure, Relief, Tier, UnitNumbers, UnitsToFree,
+};
 use crate::index::Slabs;
-use crate::layout::GroupKind;
+use crate::layout::{CacheLayout, GroupKind};
 use crate::memory::Stream;
 use crate::pool::{CacheArena, ReclaimUnits};
 
@@ -17,8 +20,43 @@ use super::{ArenaPrefixCacheConfig, ArenaPrefixCounts};
 pub(super) struct ArenaCacheCore {
     /// The arena, which refers to this only weakly.
     pub(super) arena: Arc<CacheArena>,
+    pub(super) contents: CachedKind,
     pub(super) config: ArenaPrefixCacheConfig,
+    /// The tier below, if there is one.
+    tier: Option<Arc<dyn LowerMemory>>,
     pub(super) state: RankedMutex<ArenaCacheState>,
+}
+
+/// The memory below a cache, as a cache that gives units up knows it.
+pub(super) trait LowerMemory: Send + Sync {
+    /// Ends the copies that are over: the units that they read are no longer locked.
+    fn settle(&self);
+
+    /// Waits for the copies that read units now, and ends them. Returns whether there were any. The caller holds no lock.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.
+    fn wait_for_saves(&self) -> Result<bool>;
+}
+
+/// What the units of a cache are.
+#[derive(Clone, Debug)]
+pub(super) struct CachedKind {
+    /// The groups, with what their units are for. Those of an arena of pieces are these, not its own.
+    pub(super) layout: CacheLayout,
+    /// The numbers that a unit of each group takes.
+    pub(super) of_unit: Vec<usize>,
+    /// The memory that they are in, for events.
+    pub(super) tier: Tier,
+}
+
+impl CachedKind {
+    /// The units of an arena, as they are declared.
+    pub(super) fn of(arena: &CacheArena) -> Self {
+        let groups = 0..arena.layout().groups().len();
+        let of_unit = groups.map(|group| arena.numbers_of_unit(group)).collect();
+        Self { layout: arena.layout().clone(), of_unit, tier: Tier::Device }
+    }
 }
 
 /// The contents of a cache.
@@ -32,13 +70,14 @@ pub(super) struct ArenaCacheState {
 }
 
 impl ArenaCacheState {
-    pub(super) fn new(config: &ArenaPrefixCacheConfig, arena: &CacheArena) -> Self {
-        let capacity = capacity_of(arena);
+    fn new(config: &ArenaPrefixCacheConfig, arena: &CacheArena, contents: &CachedKind) -> Self {
+        let capacity = capacity_of(arena, &contents.layout);
         let counts = ArenaPrefixCounts {
-            evicted_units: vec![0; arena.layout().groups().len()],
+            evicted_units: vec![0; contents.of_unit.len()],
             ..ArenaPrefixCounts::default()
         };
-        Self { groups: new_tree(config, arena, capacity), counts, capacity, epoch: arena.epoch() }
+        let groups = new_tree(config, arena, contents, capacity);
+        Self { groups, counts, capacity, epoch: arena.epoch() }
     }
 
     /// Returns the epoch in which its holds and units are valid.
@@ -61,8 +100,8 @@ const SNAPSHOT_TOKENS: usize = 64;
 
 /// Returns the tokens of which an arena could keep all units that a prefix always has; those of windows, or a snapshot
 /// for every few tokens, if there are no such units.
-fn capacity_of(arena: &CacheArena) -> usize {
-    let (layout, page_size) = (arena.layout(), arena.layout().page_size());
+fn capacity_of(arena: &CacheArena, layout: &CacheLayout) -> usize {
+    let page_size = layout.page_size();
     let bytes = |is_counted: fn(GroupKind) -> bool| -> usize {
         let groups = layout.groups().iter().filter(|group| is_counted(group.kind()));
         groups.map(|group| group.layers().len() * group.entry_bytes() * page_size / group.stride()).sum()
@@ -75,14 +114,19 @@ fn capacity_of(arena: &CacheArena) -> usize {
 }
 
 /// Returns an empty tree for a cache.
-fn new_tree(config: &ArenaPrefixCacheConfig, arena: &CacheArena, capacity: usize) -> GroupTree {
-    let numbers = (0..arena.layout().groups().len()).map(|group| UnitNumbers {
-        of_unit: arena.numbers_of_unit(group),
+fn new_tree(
+    config: &ArenaPrefixCacheConfig,
+    arena: &CacheArena,
+    contents: &CachedKind,
+    capacity: usize,
+) -> GroupTree {
+    let numbers = contents.of_unit.iter().enumerate().map(|(group, &of_unit)| UnitNumbers {
+        of_unit,
         of_slab: arena.with_slabs(|slabs| slabs.units(group).numbers),
     });
     let numbers: Vec<_> = numbers.collect();
-    let events = config.events.map(|digest| JournalOf { digest, tier: Tier::Device });
-    GroupTree::new(arena.layout(), &numbers, config.policy, capacity as u64, events)
+    let events = config.events.map(|digest| JournalOf { digest, tier: contents.tier });
+    GroupTree::new(&contents.layout, &numbers, config.policy, capacity as u64, events)
 }
 
 /// Frees units that a tree has given up.
@@ -93,13 +137,34 @@ pub(super) fn free_units(slabs: &mut Slabs, groups: &[Vec<u32>]) {
 }
 
 impl ArenaCacheCore {
+    /// Creates an empty cache, which the arena asks when it is short.
+    pub(super) fn new(
+        config: ArenaPrefixCacheConfig,
+        arena: Arc<CacheArena>,
+        contents: CachedKind,
+        tier: Option<Arc<dyn LowerMemory>>,
+    ) -> Arc<Self> {
+        let state = RankedMutex::new(LockRank::Cache, ArenaCacheState::new(&config, &arena, &contents));
+        let core = Arc::new(Self { arena, contents, config, tier, state });
+        let reclaim: Arc<dyn ReclaimUnits> = Arc::clone(&core) as _;
+        core.arena.on_shortage(&reclaim);
+        core
+    }
+
+    /// Gives up the prefixes of a namespace, or all.
+    pub(super) fn clear(&self, namespace: Option<&Namespace>) {
+        let mut cache = self.current();
+        let freed = cache.groups.clear(namespace, Cause { pressure: Pressure::Clear, at: Instant::now() });
+        self.free(&cache, &freed);
+    }
+
     /// Locks the contents of the cache, which are emptied if the arena was cleared.
     pub(super) fn current(&self) -> RankedGuard<'_, ArenaCacheState> {
         let mut cache = self.state.lock();
         let epoch = self.arena.epoch();
         if cache.epoch != epoch {
             // Its units are free already.
-            let mut groups = new_tree(&self.config, &self.arena, cache.capacity);
+            let mut groups = new_tree(&self.config, &self.arena, &self.contents, cache.capacity);
             groups.keep_journal_of(&mut cache.groups);
             (cache.groups, cache.epoch) = (groups, epoch);
         }
@@ -122,6 +187,23 @@ impl ArenaCacheCore {
 
 impl ReclaimUnits for ArenaCacheCore {
     fn reclaim_units(&self, wanted: &[usize], _stream: Stream) -> Result<bool> {
+        if let Some(tier) = &self.tier {
+            tier.settle();
+            if self.relieve(wanted) {
+                return Ok(true);
+            }
+            // Units that are being copied down are locked until then.
+            if !tier.wait_for_saves()? {
+                return Ok(false);
+            }
+        }
+        Ok(self.relieve(wanted))
+    }
+}
+
+impl ArenaCacheCore {
+    /// Frees units until `wanted` fits the arena, or nothing if that is impossible. Returns whether it freed any.
+    fn relieve(&self, wanted: &[usize]) -> bool {
         let mut cache = self.current();
         let ArenaCacheState { groups, counts, epoch, .. } = &mut *cache;
         let cause = Cause { pressure: Pressure::Alloc, at: Instant::now() };
@@ -139,7 +221,13 @@ impl ReclaimUnits for ArenaCacheCore {
             }
             has_freed
         });
-        Ok(has_freed.unwrap_or(false))
+        has_freed.unwrap_or(false)
+    }
+}
+
+impl fmt::Debug for ArenaCacheCore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ArenaCacheCore").field("config", &self.config).finish_non_exhaustive()
     }
 }
 

@@ -1,12 +1,13 @@
 //! Leases: a request's hold on a prefix of an arena.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{Epoch, Error, ErrorKind, Result};
-use crate::cache::{GroupHold, GroupPublication, LeasedUnits, Namespace, Tokens};
+use crate::cache::{GroupHold, GroupPublication, GroupTree, LeasedUnits, Namespace, Tokens};
 use crate::index::BadFrees;
+use crate::memory::Stream;
 use crate::pool::CacheArena;
 
 use super::cache_core::{ArenaCacheCore, ArenaCacheState, free_units};
@@ -31,6 +32,10 @@ pub struct ArenaLease {
     namespace: Namespace,
     /// The epoch of the arena in which it was made.
     epoch: Epoch,
+    /// The tier below, and the tokens that the lease may be extended over from there.
+    below: Option<(Arc<dyn LowerTier>, Vec<i32>)>,
+    /// The lease of what is saved of the request in the tier.
+    saved: OnceLock<Arc<ArenaLease>>,
     state: RankedMutex<ArenaLeaseState>,
 }
 
@@ -52,17 +57,106 @@ enum Owner {
     User,
     /// A holder, such as a planner.
     Holder,
+    /// A load from the tier.
+    Tier,
+}
+
+/// The tier below a cache, as leases use it.
+pub(super) trait LowerTier: Send + Sync {
+    /// See [`ArenaLease::save`].
+    fn save(&self, lease: &ArenaLease, tokens: &dyn Tokens, stream: Stream);
+
+    /// See [`ArenaLease::loadable`].
+    ///
+    /// # Errors
+    /// Those of the lease.
+    fn loadable(&self, lease: &ArenaLease, prompt: &[i32]) -> Result<usize>;
+
+    /// See [`ArenaLease::load`].
+    ///
+    /// # Errors
+    /// Those of the lease.
+    fn load(&self, lease: &ArenaLease, prompt: &[i32], stream: Stream) -> Result<usize>;
 }
 
 impl ArenaLease {
-    pub(super) fn new(
+    /// Leases the longest prefix of `tokens` in a cache, of at most `limit` tokens; `below` is where a request may find
+    /// more of its prompt.
+    ///
+    /// # Errors
+    /// See [`GroupTree::match_prefix`].
+    pub(super) fn of(
         core: &Arc<ArenaCacheCore>,
-        hold: GroupHold,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+        below: Option<(Arc<dyn LowerTier>, Vec<i32>)>,
+    ) -> Result<Arc<Self>> {
+        let find = |groups: &mut GroupTree| groups.match_prefix(namespace, tokens, limit);
+        Self::with_hold(core, namespace, below, find)
+    }
+
+    /// Works like [`Self::of`], and does not count as a use of the prefix.
+    ///
+    /// # Errors
+    /// See [`Self::of`].
+    pub(super) fn without_use(
+        core: &Arc<ArenaCacheCore>,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+    ) -> Result<Arc<Self>> {
+        let find = |groups: &mut GroupTree| groups.hold_prefix(namespace, tokens, tokens.count());
+        Self::with_hold(core, namespace, None, find)
+    }
+
+    fn with_hold(
+        core: &Arc<ArenaCacheCore>,
+        namespace: &Namespace,
+        below: Option<(Arc<dyn LowerTier>, Vec<i32>)>,
+        find: impl FnOnce(&mut GroupTree) -> Result<GroupHold>,
+    ) -> Result<Arc<Self>> {
+        let mut cache = core.current();
+        let hold = find(&mut cache.groups)?;
+        let epoch = cache.epoch();
+        drop(cache);
+        Ok(Self::new(core, namespace, epoch, hold, below))
+    }
+
+    fn new(
+        core: &Arc<ArenaCacheCore>,
+        namespace: &Namespace,
         epoch: Epoch,
-        namespace: Namespace,
-    ) -> Self {
+        hold: GroupHold,
+        below: Option<(Arc<dyn LowerTier>, Vec<i32>)>,
+    ) -> Arc<Self> {
         let state = ArenaLeaseState { hold: Some(hold), is_bound: false, is_given_up: false };
-        Self { core: Arc::clone(core), namespace, epoch, state: RankedMutex::new(LockRank::Lease, state) }
+        Arc::new(Self {
+            core: Arc::clone(core),
+            namespace: namespace.clone(),
+            epoch,
+            below,
+            saved: OnceLock::new(),
+            state: RankedMutex::new(LockRank::Lease, state),
+        })
+    }
+
+    /// Returns another lease of the same prefix, for a copy of its units. No request goes on there.
+    ///
+    /// # Errors
+    /// See [`Self::len`].
+    pub(super) fn for_copy(&self) -> Result<Arc<Self>> {
+        let hold = self.with(|cache, hold| Ok(cache.groups.hold_for_copy(hold)))?;
+        Ok(Self::new(&self.core, &self.namespace, self.epoch, hold, None))
+    }
+
+    /// Returns the lease of what is saved of its request in the tier, as soon as something is.
+    pub(super) const fn saved(&self) -> &OnceLock<Arc<Self>> {
+        &self.saved
+    }
+
+    /// Returns the cache of the units.
+    pub(super) const fn core(&self) -> &Arc<ArenaCacheCore> {
+        &self.core
     }
 
     /// Returns the arena of the units.
@@ -150,6 +244,51 @@ impl ArenaLease {
         self.publish_of(Owner::Holder, tokens, units)
     }
 
+    /// Works like [`Self::publish_held`], for units from the tier.
+    pub(super) fn publish_loaded(
+        &self,
+        tokens: &dyn Tokens,
+        units: &[Vec<Option<u32>>],
+    ) -> Result<ArenaPublished> {
+        self.publish_of(Owner::Tier, tokens, units)
+    }
+
+    /// Starts to copy what the cache has of published tokens, and the tier has not, behind the work on `stream`; does
+    /// nothing without a tier. What cannot be copied is counted and noted by the tier. The caller holds no lock.
+    pub fn save(&self, tokens: &dyn Tokens, stream: Stream) {
+        if let Some((tier, _)) = &self.below {
+            tier.save(self, tokens, stream);
+        }
+    }
+
+    /// Returns the tokens that the tier has behind the prefix, for requests that go on there: those that
+    /// [`Self::load`] would add, if there are units for them and nothing is damaged.
+    ///
+    /// # Errors
+    /// See [`Self::len`].
+    pub fn loadable(&self) -> Result<usize> {
+        self.len()?;
+        self.below.as_ref().map_or(Ok(0), |(tier, prompt)| tier.loadable(self, prompt))
+    }
+
+    /// Copies what the tier has behind the prefix to the arena, and extends the lease over it. Returns the tokens added:
+    /// fewer than [`Self::loadable`] if the arena has not enough units, or if bytes were damaged in host memory.
+    ///
+    /// Work enqueued on `stream` from now on sees the copies, and the host does not wait; without a device, the call
+    /// waits. It waits, too, for copies to the tier of what it loads. The caller holds no lock.
+    ///
+    /// # Errors
+    /// See [`Self::len`]; [`ErrorKind::State`](crate::base::ErrorKind::State) for the lease of a planner's request, and
+    /// when a copy has failed; [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) while `stream` is being captured and
+    /// when a driver call fails. The lease is as long as before.
+    pub fn load(&self, stream: Stream) -> Result<usize> {
+        let is_bound = self.with_bound(|_, _, is_bound| Ok(is_bound))?;
+        if is_bound {
+            return Err(Error::state("the lease is a planner's request's; load it before"));
+        }
+        self.below.as_ref().map_or(Ok(0), |(tier, prompt)| tier.load(self, prompt, stream))
+    }
+
     fn publish_of(
         &self,
         owner: Owner,
@@ -158,7 +297,7 @@ impl ArenaLease {
     ) -> Result<ArenaPublished> {
         let arena = &self.core.arena;
         self.with_bound(|cache, hold, is_bound| {
-            if is_bound && owner == Owner::User {
+            if is_bound && owner != Owner::Holder {
                 let text = "the lease is a planner's request's, which publishes through its planner";
                 return Err(Error::state(text));
             }
@@ -177,8 +316,12 @@ impl ArenaLease {
                 Ok(())
             });
             handed_over.ok_or_else(cleared_error)??;
-            cache.counts.published += plan.fresh();
-            cache.counts.duplicates += plan.duplicate_tokens;
+            if owner == Owner::Tier {
+                cache.counts.loaded += plan.fresh();
+            } else {
+                cache.counts.published += plan.fresh();
+                cache.counts.duplicates += plan.duplicate_tokens;
+            }
             let (duplicates, units) = (plan.duplicate_tokens, std::mem::take(&mut plan.units));
             cache.groups.publish(hold, plan);
             Ok(ArenaPublished { length: hold.len(), duplicates, units })
@@ -233,6 +376,7 @@ impl ArenaLease {
             let freed = cache.groups.release(hold);
             self.core.free(&cache, &freed);
         }
+        self.saved.get().iter().for_each(|saved| saved.end());
     }
 
     /// Calls `work` with what the cache keeps and with what the lease holds, under their locks.

@@ -266,6 +266,21 @@ def _copy_down_and_back(tier: kvpool.HostTier) -> None:
     tier.verify()
 
 
+def _copy_units_down_and_back(tier: kvpool.ArenaHostTier) -> None:
+    arena, length = tier.arena, 2 * tier.arena.layout.page_size
+    cache = kvpool.ArenaPrefixCache(arena, tiers=[tier])
+    for start in range(0, 4 * length, length):
+        tokens = list(range(start, start + length))
+        with cache.match(tokens) as lease:
+            lease.publish(tokens, some(arena.alloc({"state": 1})))
+        assert cache.wait_written(60)
+    arena.clear()
+    with cache.match(tokens) as lease:
+        # What could not be copied is not there.
+        assert lease.load() in ({0, length} if tier.stats()["failed"] else {length})
+    cache.clear()
+
+
 CASES = {
     case.cls.__name__: case
     for case in (
@@ -430,6 +445,19 @@ CASES = {
             below=_below_an_arena_cache,
             big={"arena_bytes": 1 << 24},
             use=_cache_units,
+        ),
+        Case(
+            kvpool.ArenaHostTier,
+            {"tier_bytes": 1 << 20},
+            kvpool.typing.ArenaTierStats,
+            below=_below_an_arena_cache,
+            too_large={"tier_bytes": 1 << 47},
+            big={"tier_bytes": 1 << 23},
+            unit="slab",
+            on_device=False,
+            hidden=lambda pool: pool.mem_bytes(),
+            use=_copy_units_down_and_back,
+            needs_device=lambda pool: [pool.wait_page_locked],
         ),
         Case(
             kvpool.HostTier,

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import devices
 
-from kvpool import ArenaLease, ArenaPlanner, ArenaPrefixCache, CacheArena, CacheLayout, Group, Plane
+from kvpool import (
+    ArenaHostTier,
+    ArenaLease,
+    ArenaPlanner,
+    ArenaPrefixCache,
+    CacheArena,
+    CacheLayout,
+    FileStore,
+    Group,
+    Plane,
+    Store,
+)
 
-PAGE = 4
+if TYPE_CHECKING:
+    from kvpool.typing import Policy
+
+PAGE, ROWS = 4, 8
 K = [Plane("k", "float32", (2,))]
 STATES = [Plane("recurrent", "float32", (2,)), Plane("conv", "float32", (2,))]
 FULL = Group("full", "full", [0, 3], K)
@@ -32,11 +48,24 @@ def digest(tokens: list[int]) -> float:
 class Engine:
     """Requests whose memory holds what follows from their tokens."""
 
-    def __init__(self, layout: CacheLayout, arena_bytes: int, rows: int = 6) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        arena_bytes: int,
+        *,
+        tier_bytes: int = 0,
+        store: FileStore | Store | None = None,
+        policy: Policy = "lru",
+    ) -> None:
         self.arena = CacheArena(layout, arena_bytes, devices.current())
-        self.cache = ArenaPrefixCache(self.arena, policy="lru")
-        self.planner = ArenaPlanner(self.arena, rows, 64, rows, 256)
+        self.tiers = [ArenaHostTier(self.arena, tier_bytes)] if tier_bytes else []
+        stores = [store] if store else []
+        self.cache = ArenaPrefixCache(
+            self.arena, policy=policy, tiers=[*self.tiers, *stores], model="a model" if store else None
+        )
+        self.planner = ArenaPlanner(self.arena, ROWS, 64, ROWS, 256)
         self.groups = layout.groups
+        self.strides = {group.name: group.stride for group in self.groups}
         self.tokens: dict[int, list[int]] = {}
         self.buffers = {
             (group.name, layer): self.arena.buffer(group.name, "k", layer)
@@ -56,9 +85,11 @@ class Engine:
         """Write the entries from a position on, and the states."""
         tokens = self.tokens[row]
         for (name, layer), buffer in self.buffers.items():
-            units = self.planner.units(row, name)
+            units, stride = self.planner.units(row, name), self.strides[name]
             for at in range(first, len(tokens)):
-                buffer[units[at // PAGE], at % PAGE] = digest(tokens[: at + 1]) + layer
+                if (at + 1) % stride == 0:
+                    unit, entry = divmod(at, max(PAGE, stride))
+                    buffer[units[unit], entry // stride] = digest(tokens[: at + 1]) + layer
         for (_, layer), buffer in self.states.items():
             buffer[self.number(row, layer)] = digest(tokens) + layer
 
@@ -71,11 +102,12 @@ class Engine:
         """The units that a request keeps hold what its first tokens left there, and so does its state."""
         tokens = self.tokens[row]
         for (name, layer), buffer in self.buffers.items():
-            held = buffer.tolist()
+            held, stride = buffer.tolist(), self.strides[name]
+            each = max(PAGE, stride)
             for position, unit in self.planner.units(row, name).items():
-                for at in range(position * PAGE, min(position * PAGE + PAGE, length)):
+                for at in range(position * each + stride - 1, min(position * each + each, length), stride):
                     expected = digest(tokens[: at + 1]) + layer
-                    assert held[unit][at % PAGE] == [expected] * 2, (name, layer, row, at)
+                    assert held[unit][at % each // stride] == [expected] * 2, (name, layer, row, at)
         for (_, layer), buffer in self.states.items():
             if length:
                 assert buffer[self.number(row, layer)].tolist() == [digest(tokens[:length]) + layer] * 2
@@ -86,6 +118,7 @@ class Engine:
         if taken is None:
             return None
         lease = self.cache.match(tokens, max_tokens=len(tokens) - 1)
+        lease.load()
         end = min(len(tokens), len_of(lease) + chunk)
         plan = self.planner.extend(taken, [len_of(lease)], [end], prefixes=[lease])
         if plan is None:

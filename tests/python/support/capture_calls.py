@@ -494,11 +494,22 @@ ENTRIES: dict[str, Entry] = {
     "ArenaPrefixCache.locked_size": Entry(lambda w: w.arena_cache.locked_size(), WORKS),
     "ArenaPrefixCache.events": Entry(lambda w: w.arena_cache.events(), WORKS),
     "ArenaPrefixCache.verify": Entry(lambda w: w.arena_cache.verify(), WORKS),
+    "ArenaPrefixCache.fetch": Entry(lambda w: w.arena_cache.fetch([1, 2, 3, 4]), WORKS),
+    "ArenaPrefixCache.wait_written": Entry(lambda w: w.arena_cache.wait_written(), WORKS),
     "ArenaPrefixCache.clear": Entry(lambda w: w.arena_cache.clear(), WORKS),
     "ArenaLease.units": Entry(lambda w: w.arena_lease.units("full"), WORKS),
     "ArenaLease.publish": Entry(lambda w: w.arena_lease.publish(range(1, 9), w.more_units), WORKS),
+    "ArenaLease.load": Entry(lambda w: w.evicted.load(), REFUSES),
+    "ArenaLease.load: nothing": Entry(lambda w: w.arena_lease.load(), REFUSES),
     "ArenaLease.with": Entry(lambda w: w.arena_cache.match([]).__enter__().__exit__(), WORKS),
     "ArenaLease.release": Entry(lambda w: w.arena_cache.match([]).release(), WORKS),
+    # ArenaHostTier: as HostTier.
+    "ArenaHostTier()": Entry(lambda w: w.spare.append(kvpool.ArenaHostTier(w.arena, 1 << 14)), WORKS),
+    "ArenaHostTier.mem_bytes": Entry(lambda w: w.arena_tier.mem_bytes(), WORKS),
+    "ArenaHostTier.staging_bytes": Entry(lambda w: w.arena_tier.staging_bytes(), WORKS),
+    "ArenaHostTier.piece_bytes": Entry(lambda w: w.arena_tier.piece_bytes("full"), WORKS),
+    "ArenaHostTier.wait_page_locked": Entry(lambda w: w.arena_tier.wait_page_locked(), WORKS),
+    "ArenaHostTier.get_contiguous_buf_infos": Entry(lambda w: w.arena_tier.get_contiguous_buf_infos(), WORKS),
     # CacheArena: units are numbers on the host.
     "CacheArena.alloc": Entry(lambda w: w.arena.alloc({"full": 1}), WORKS),
     "CacheArena.fits": Entry(lambda w: w.arena.fits({"full": 1}), WORKS),
@@ -531,6 +542,7 @@ ENTRIES: dict[str, Entry] = {
 }
 
 INSTANCES: dict[str, Callable[[World], object]] = {
+    "ArenaHostTier": lambda w: w.arena_tier,
     "ArenaPlan": lambda w: w.arena_plan,
     "ArenaPlanner": lambda w: w.arena_planner,
     "ArenaLease": lambda w: w.arena_lease,

@@ -124,6 +124,17 @@ class Files:
             assert self.stored.wait()
 
 
+def _evicted() -> tuple[kvpool.ArenaPrefixCache, kvpool.ArenaLease]:
+    """A cache, and a lease of what host memory alone has."""
+    arena = kvpool.CacheArena(LAYOUT, 1 << 14, "cuda")
+    cache = kvpool.ArenaPrefixCache(arena, tiers=[kvpool.ArenaHostTier(arena, 1 << 14)])
+    cache.match([]).publish([1, 2, 3, 4], some(arena.alloc({"full": 1})))
+    arena.clear()
+    lease = cache.match([1, 2, 3, 4])
+    assert lease.loadable == PAGE
+    return cache, lease
+
+
 class World:
     """One of each pool on a GPU, used a little on the current stream: slots 1 to 3 and row 1 are taken."""
 
@@ -175,10 +186,12 @@ class World:
         self.buffer = self.buffers.alloc(64, FLOAT)
         self.arena = kvpool.CacheArena(LAYOUT, 1 << 14, "cuda")
         self.units = some(self.arena.alloc({"full": 2}))["full"]
-        self.arena_cache = kvpool.ArenaPrefixCache(self.arena, events=True)
+        self.arena_tier = kvpool.ArenaHostTier(self.arena, 1 << 14)
+        self.arena_cache = kvpool.ArenaPrefixCache(self.arena, tiers=[self.arena_tier], events=True)
         self.arena_lease = self.arena_cache.match([])
         self.arena_lease.publish([1, 2, 3, 4], some(self.arena.alloc({"full": 1})))
         self.more_units = some(self.arena.alloc({"full": 1}))
+        self.evicted_cache, self.evicted = _evicted()
         self.arena_planner = kvpool.ArenaPlanner(self.arena, ROWS, SIZE, 4, SIZE)
         self.arena_rows = some(self.arena_planner.alloc(2))
         self.arena_plan = some(
