@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from kvpool import (
+    ArenaHostTier,
     ArenaPrefixCache,
     ArgumentError,
     CacheArena,
@@ -698,9 +699,23 @@ def test_an_encoder_has_no_place() -> None:
 # Prefix caches
 
 
-def a_prefix_cache(family: str, page_size: int = PAGE, arena_bytes: int = 8 << 20) -> ArenaPrefixCache:
-    layout = kept_layout(a_model(family), page_size)
-    return ArenaPrefixCache(CacheArena(layout, arena_bytes, devices.current()))
+def a_prefix_cache(
+    family: str, page_size: int = PAGE, arena_bytes: int = 8 << 20, tier_bytes: int = 0
+) -> ArenaPrefixCache:
+    arena = CacheArena(kept_layout(a_model(family), page_size), arena_bytes, devices.current())
+    return ArenaPrefixCache(arena, tiers=[ArenaHostTier(arena, tier_bytes)] if tier_bytes else [])
+
+
+def evict(cache: ArenaPrefixCache) -> None:
+    """Take all that the arena can give, and give it back: no prefix is left."""
+    arena, taken = cache.arena, []
+    for group in arena.layout.groups:
+        while (units := arena.alloc({group.name: 1})) is not None:
+            taken.append(units)
+    for units in taken:
+        for name, numbers in units.items():
+            arena.free(name, numbers)
+    assert cache.cached_size() == 0
 
 
 def left(family: str, inputs: dict[str, torch.Tensor], first: int) -> dict[str, torch.Tensor]:
@@ -760,6 +775,27 @@ def test_cached_prefixes_generate_the_same(family: str) -> None:
     is_full = all(group.kind == "full" for group in cache.arena.layout.groups)
     assert found == (30 // PAGE * PAGE if is_full else 0)
     assert_same(output, in_two_steps(family, other, whole, begun(family, inputs, found)))
+    cache.clear()
+    assert is_empty(cache.arena)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_evicted_prefixes_come_back_from_host_memory(family: str) -> None:
+    cache, inputs = a_prefix_cache(family, tier_bytes=8 << 20), prompts()
+    whole = (PROMPT - 1) // PAGE * PAGE
+    _, published, wanted = from_prefix(family, cache, inputs)
+    for _ in range(2):
+        assert cache.wait_written(60)
+        evict(cache)
+        loaded = cache.stats()["loaded"]
+        found, again, output = from_prefix(family, cache, inputs)
+        assert (found, again) == (whole, published)
+        # Each of the prompts, as far as they are not one another's beginning.
+        assert cache.stats()["loaded"] >= loaded + whole
+        assert_same(output, wanted)
+    stats = cache.tiers[0].stats() if cache.tiers else None
+    assert stats
+    assert (stats["failed"], stats["damaged"], stats["skipped"]) == (0, 0, 0)
     cache.clear()
     assert is_empty(cache.arena)
 

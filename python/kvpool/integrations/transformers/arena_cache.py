@@ -326,12 +326,17 @@ def padded(namespace: Namespace, count: int) -> Namespace:
 def matched(
     cache: ArenaPrefixCache, prompts: list[list[int]], whole: int, namespaces: list[Namespace]
 ) -> list[ArenaLease]:
-    """Return leases of one length, of up to `whole` tokens, for prompts of one length."""
+    """Return leases of one length, of up to `whole` tokens, for prompts of one length.
+
+    What the tiers below the cache have is loaded.
+    """
     while True:
         leases = [
             cache.match(prompt, max_tokens=whole, namespace=namespace)
             for prompt, namespace in zip(prompts, namespaces, strict=True)
         ]
+        for lease in leases:
+            lease.load()
         lengths = {lease.length for lease in leases}
         if len(lengths) == 1:
             return leases
