@@ -16,11 +16,25 @@ from importlib.util import find_spec
 import torch
 from harness import Case, Report
 
-from kvpool import BatchPlanner, HostTier, KVPool, PrefixCache, ReqToTokenPool, TokenToKVPoolAllocator
+from kvpool import (
+    ArenaHostTier,
+    ArenaPrefixCache,
+    BatchPlanner,
+    CacheArena,
+    CacheLayout,
+    Group,
+    HostTier,
+    KVPool,
+    Plane,
+    PrefixCache,
+    ReqToTokenPool,
+    TokenToKVPoolAllocator,
+)
 
 LAYERS, HEADS, DIM = 16, 8, 128
 TOKENS = 4096
 LEAST = 0.9
+LEAST_OF_UNITS = 0.85
 
 
 class Side:
@@ -67,6 +81,48 @@ class Side:
     def copy(self, _: int) -> None:
         """The same bytes in one call."""
         self.target.copy_(self.source)
+
+
+class Units:
+    """The same prompt in an arena, with a prefix cache by group and host memory below it."""
+
+    def __init__(self, page_size: int) -> None:
+        """Has it in host memory once."""
+        planes = [Plane(name, "bfloat16", (HEADS, DIM)) for name in ("k", "v")]
+        layout = CacheLayout([Group("full", "full", range(LAYERS), planes)], page_size=page_size)
+        size = 2 * TOKENS * layout.groups[0].entry_bytes * LAYERS
+        self.arena = CacheArena(layout, size + size // 8, "cpu")
+        self.tier = ArenaHostTier(self.arena, 2 * size)
+        self.cache = ArenaPrefixCache(self.arena, tiers=(self.tier,))
+        self.prompt = torch.arange(TOKENS, dtype=torch.int32)
+        self.pages = TOKENS // page_size
+        for layer in range(LAYERS):
+            for plane in ("k", "v"):
+                self.arena.buffer("full", plane, layer).fill_(1)
+        self.down(1)
+
+    def empty(self) -> None:
+        """Neither the device nor the host has the prompt."""
+        self.cache.clear()
+
+    def down(self, _: int) -> None:
+        """Publishes the prompt, and waits until it is in host memory."""
+        units = self.arena.alloc({"full": self.pages})
+        assert units is not None
+        with self.cache.match(self.prompt, max_tokens=0) as lease:
+            lease.publish(self.prompt, units)
+        self.cache.wait_written()
+
+    def away(self) -> None:
+        """The host alone has the prompt."""
+        if self.tier.stats()["units"] == 0:
+            self.down(1)
+        self.arena.clear()
+
+    def up(self, _: int) -> None:
+        """Loads the prompt."""
+        with self.cache.match(self.prompt) as lease:
+            assert lease.load() == TOKENS
 
 
 def beside_lmcache(report: Report, side: Side, page_size: int) -> None:
@@ -168,6 +224,16 @@ def main() -> None:
                 alternative="copy_",
                 least_ratio=LEAST,
             )
+        units = Units(page_size)
+        for name, cases in (
+            ("copied down", (Case(units.down, units.empty), Case(side.down, side.empty))),
+            ("loaded", (Case(units.up, units.away), Case(side.up, side.away))),
+        ):
+            ours, theirs = (replace(case, calls=1) for case in cases)
+            report.compare(
+                f"{what} of an arena {name}", ours, theirs, alternative="HostTier", least_ratio=LEAST_OF_UNITS
+            )
+        del units
         if find_spec("lmcache") is not None:
             beside_lmcache(report, side, page_size)
         side.away()
