@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -36,6 +37,7 @@ from kvpool.verify import (
 )
 from kvpool.verify.driver import STEPS
 from kvpool.verify.drivers import pool as pool_driver
+from kvpool.verify.drivers.arena_tier import ArenaTierDriver
 from kvpool.verify.memory import rows_of
 from kvpool.verify.pattern import mix, unmix
 
@@ -175,7 +177,7 @@ def test_tensors_without_pytorch(run_snippet: RunSnippet) -> None:
         pattern = Pattern(layout)
         pattern.fill(kv.k_buffer[0], [1, 2], 0, [0, 1], 0, "k")
         assert "holds position 0" in str(pattern.check(kv.k_buffer[0], [1], 0, [1], 0, "k"))
-        for name in ("pool", "arena", "host-tier"):
+        for name in ("pool", "arena", "host-tier", "arena-tier"):
             with make_driver(name, layout, 200) as driver:
                 assert prove(driver, tokens=200).finding is None
         assert "torch" not in sys.modules or sys.modules["torch"] is None
@@ -597,7 +599,7 @@ def test_drivers_that_answer_wrongly_are_refused() -> None:
 # the drivers
 
 
-@pytest.mark.parametrize("name", ["pool", "arena", "host-tier", "file-store"])
+@pytest.mark.parametrize("name", ["pool", "arena", "host-tier", "arena-tier", "file-store"])
 @pytest.mark.parametrize("layout", [LAYOUT, PLAIN], ids=["full", "plain"])
 def test_drivers_bring_every_byte(device: str, name: str, layout: CacheLayout) -> None:
     if layout is LAYOUT and name in {"host-tier", "file-store"}:
@@ -613,15 +615,16 @@ def test_drivers_bring_every_byte(device: str, name: str, layout: CacheLayout) -
 @pytest.mark.parametrize("name", ["gemma-3-4b-it", "Qwen3-Next-80B-A3B", "DeepSeek-V2-Lite"])
 def test_layouts_of_models(name: str) -> None:
     layout = read_layout(CONFIGS[name])
-    with make_driver("arena", layout, 256) as driver:
-        assert prove(driver, tokens=256).finding is None
+    for over in ("arena", "arena-tier"):
+        with make_driver(over, layout, 256) as driver:
+            assert prove(driver, tokens=256).finding is None
 
 
 @pytest.mark.parametrize("dtype", STORAGE, ids=str)
 def test_pools_of_every_dtype(dtype: torch.dtype) -> None:
     planes = [Plane(name, str(dtype).removeprefix("torch."), (1, dim)) for name, dim in (("k", 5), ("v", 3))]
     layout = CacheLayout([Group("full", "full", [0], planes)], page_size=1)
-    for name in ("pool", "arena", "host-tier"):
+    for name in ("pool", "arena", "host-tier", "arena-tier"):
         with make_driver(name, layout, 100) as driver:
             assert prove(driver, tokens=100).finding is None
 
@@ -629,7 +632,7 @@ def test_pools_of_every_dtype(dtype: torch.dtype) -> None:
 def test_entries_of_compressed_chains() -> None:
     chains = [Group(f"chain_{ratio}", "full", [0, 1], KV, stride=ratio) for ratio in (4, 32)]
     layout = CacheLayout([*chains, Group("window", "window", [0, 1], KV, tokens=8)], page_size=8)
-    for name in ("pool", "arena"):
+    for name in ("pool", "arena", "arena-tier"):
         with make_driver(name, layout, 600) as driver:
             assert prove(driver, tokens=600).finding is None
 
@@ -648,6 +651,24 @@ def test_faults_of_drivers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         assert str(prove(driver, tokens=TOKENS).finding) == (
             "page 0 of request 0, layer 0, k, byte 0 (position 0): holds position 88 of request 0, layer 0, k"
         )
+
+
+def test_what_a_tier_exchanges_is_not_loaded() -> None:
+    """A fault of host memory is found by the tier: the request has nothing there, and would compute."""
+    with make_driver("arena-tier", PLAIN, TOKENS) as driver:
+        assert isinstance(driver, ArenaTierDriver)
+        write = driver.move
+
+        def move() -> None:
+            write()
+            ((address,), (size,), _) = driver.tier.get_contiguous_buf_infos()
+            memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+            memory[:] = np.roll(memory, 64)
+
+        driver.move = move  # type: ignore[method-assign]
+        finding = prove(driver, tokens=TOKENS).finding
+        assert "page 0 of request 0, layer 0, k, byte 0 (position 0): is missing" in str(finding)
+        assert driver.tier.stats()["damaged"] > 0
 
 
 def test_memory_that_is_given_up_is_overwritten() -> None:
@@ -722,7 +743,7 @@ def test_a_finding_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             ("--over", "disk"),
-            "--over: there is no 'disk'; there are pool, arena, host-tier, file-store, nixl, vllm-",
+            "--over: there is no 'disk'; there are pool, arena, host-tier, arena-tier, file-store, nixl, ",
         ),
         (("--config", "x", "--layers", "2"), "--layers and --config: give one of them"),
         (("--tp", "2"), "--tp is for --config"),

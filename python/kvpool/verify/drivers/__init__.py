@@ -15,6 +15,7 @@ DRIVERS = {
     "pool": ("pool", "PoolDriver"),
     "arena": ("arena", "ArenaDriver"),
     "host-tier": ("host_tier", "HostTierDriver"),
+    "arena-tier": ("arena_tier", "ArenaTierDriver"),
     "file-store": ("file_store", "FileStoreDriver"),
     "nixl": ("nixl", "NixlDriver"),
     "vllm-offload": ("vllm_offload", "VllmOffloadDriver"),
