@@ -123,6 +123,20 @@ impl UnitRule {
         self.tokens.page(token)
     }
 
+    /// Returns whether each token has an entry of its own.
+    #[inline]
+    #[must_use]
+    pub const fn is_of_each_token(self) -> bool {
+        self.stride.slots() == 1
+    }
+
+    /// Returns the slot of a token in a unit, if each has an entry of its own.
+    #[inline]
+    #[must_use]
+    pub const fn slot_of_each(self, unit: i32, token: u32) -> i32 {
+        unit * self.tokens.slots().cast_signed() + self.tokens.offset(token).cast_signed()
+    }
+
     /// Returns the slot of a token in a unit, and whether the token completes its entry.
     #[inline]
     #[must_use]

@@ -120,8 +120,14 @@ impl PlannedBatch {
             if is_entry { slot } else { PADDING.cast_signed() }
         };
         let real = &self.growths[..self.real];
-        if real.iter().all(|growth| growth.new_tokens() == 1) {
+        let is_decode = real.iter().all(|growth| growth.new_tokens() == 1);
+        if is_decode && rule.is_of_each_token() {
             // As in most decode steps.
+            slots.extend(real.iter().map(|growth| {
+                let line = tables.line(group, growth.row);
+                rule.slot_of_each(line[widen(rule.unit(growth.prefix))], growth.prefix)
+            }));
+        } else if is_decode {
             slots.extend(real.iter().map(|growth| slot_of(tables.line(group, growth.row), growth.prefix)));
         } else {
             for growth in real {
