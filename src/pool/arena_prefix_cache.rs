@@ -193,13 +193,13 @@ impl ArenaPrefixCache {
     ) -> Result<Arc<ArenaLease>> {
         let len = limit.min(tokens.count());
         let below = self.tier.clone().map(|tier| Ok((tier as Arc<dyn LowerTier>, tokens.to_vec(0..len)?)));
-        let lease = ArenaLease::of(&self.core, namespace, tokens, limit, below.transpose()?)?;
-        let found = lease.len().unwrap_or(0);
-        let counts = &mut self.core.state.lock().counts;
-        counts.lookups += 1;
-        counts.hit_tokens += found;
-        counts.missed_tokens += tokens.count() - found;
-        Ok(lease)
+        ArenaLease::with_hold(&self.core, namespace, below.transpose()?, |cache| {
+            let hold = cache.groups.match_prefix(namespace, tokens, limit)?;
+            cache.counts.lookups += 1;
+            cache.counts.hit_tokens += hold.len();
+            cache.counts.missed_tokens += tokens.count() - hold.len();
+            Ok(hold)
+        })
     }
 
     /// Returns the tokens that [`Self::match_prefix`] would find. Changes nothing: the prefix is neither leased nor

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{Epoch, Error, ErrorKind, Result};
-use crate::cache::{GroupHold, GroupPublication, GroupTree, LeasedUnits, Namespace, Tokens};
+use crate::cache::{GroupHold, GroupPublication, LeasedUnits, Namespace, Tokens};
 use crate::index::BadFrees;
 use crate::memory::Stream;
 use crate::pool::CacheArena;
@@ -80,20 +80,17 @@ pub(super) trait LowerTier: Send + Sync {
 }
 
 impl ArenaLease {
-    /// Leases the longest prefix of `tokens` in a cache, of at most `limit` tokens; `below` is where a request may find
-    /// more of its prompt.
+    /// Leases the longest prefix of `tokens` in a cache, of at most `limit` tokens.
     ///
     /// # Errors
-    /// See [`GroupTree::match_prefix`].
+    /// See [`GroupTree::match_prefix`](crate::cache::GroupTree::match_prefix).
     pub(super) fn of(
         core: &Arc<ArenaCacheCore>,
         namespace: &Namespace,
         tokens: &dyn Tokens,
         limit: usize,
-        below: Option<(Arc<dyn LowerTier>, Vec<i32>)>,
     ) -> Result<Arc<Self>> {
-        let find = |groups: &mut GroupTree| groups.match_prefix(namespace, tokens, limit);
-        Self::with_hold(core, namespace, below, find)
+        Self::with_hold(core, namespace, None, |cache| cache.groups.match_prefix(namespace, tokens, limit))
     }
 
     /// Works like [`Self::of`], and does not count as a use of the prefix.
@@ -105,18 +102,23 @@ impl ArenaLease {
         namespace: &Namespace,
         tokens: &dyn Tokens,
     ) -> Result<Arc<Self>> {
-        let find = |groups: &mut GroupTree| groups.hold_prefix(namespace, tokens, tokens.count());
-        Self::with_hold(core, namespace, None, find)
+        Self::with_hold(core, namespace, None, |cache| {
+            cache.groups.hold_prefix(namespace, tokens, tokens.count())
+        })
     }
 
-    fn with_hold(
+    /// Leases what `find` holds in a cache, under its lock; `below` is where a request may find more of its prompt.
+    ///
+    /// # Errors
+    /// The error of `find`.
+    pub(super) fn with_hold(
         core: &Arc<ArenaCacheCore>,
         namespace: &Namespace,
         below: Option<(Arc<dyn LowerTier>, Vec<i32>)>,
-        find: impl FnOnce(&mut GroupTree) -> Result<GroupHold>,
+        find: impl FnOnce(&mut ArenaCacheState) -> Result<GroupHold>,
     ) -> Result<Arc<Self>> {
         let mut cache = core.current();
-        let hold = find(&mut cache.groups)?;
+        let hold = find(&mut cache)?;
         let epoch = cache.epoch();
         drop(cache);
         Ok(Self::new(core, namespace, epoch, hold, below))

@@ -137,7 +137,7 @@ impl TierLink {
         let target = if let Some(target) = lease.saved().get() {
             Arc::clone(target)
         } else {
-            let target = ArenaLease::of(&self.below, lease.namespace(), &tokens.as_slice(), len, None)?;
+            let target = ArenaLease::of(&self.below, lease.namespace(), &tokens.as_slice(), len)?;
             Arc::clone(lease.saved().get_or_init(|| target))
         };
         let begin = target.len()?;
@@ -358,7 +358,7 @@ impl LowerTier for TierLink {
         let (mut limit, mut has_waited) = (prompt.len(), false);
         loop {
             let begin = lease.len()?;
-            let source = ArenaLease::of(&self.below, lease.namespace(), &prompt, limit, None)?;
+            let source = ArenaLease::of(&self.below, lease.namespace(), &prompt, limit)?;
             let len = source.len()?;
             if len <= begin || !self.is_whole(&units_of(above, lease, 0..begin)?, begin) {
                 return Ok(0);
