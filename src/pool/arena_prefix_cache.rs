@@ -18,7 +18,7 @@ use crate::cache::{
 use super::contract::{Pool, Stats};
 use super::{ArenaHostTier, CacheArena, CachedSizes, LowerStore};
 use cache_core::{ArenaCacheCore, CachedKind, LowerMemory};
-use lease::LowerTier;
+use lease::TierBelow;
 use tier_link::TierLink;
 
 pub use lease::{ArenaLease, ArenaPublished};
@@ -192,7 +192,7 @@ impl ArenaPrefixCache {
         limit: usize,
     ) -> Result<Arc<ArenaLease>> {
         let len = limit.min(tokens.count());
-        let below = self.tier.clone().map(|tier| Ok((tier as Arc<dyn LowerTier>, tokens.to_vec(0..len)?)));
+        let below = self.tier.clone().map(|tier| Ok((tier as Arc<dyn TierBelow>, tokens.to_vec(0..len)?)));
         ArenaLease::with_hold(&self.core, namespace, below.transpose()?, |cache| {
             let hold = cache.groups.match_prefix(namespace, tokens, limit)?;
             cache.counts.lookups += 1;

@@ -33,7 +33,7 @@ pub struct ArenaLease {
     /// The epoch of the arena in which it was made.
     epoch: Epoch,
     /// The tier below, and the tokens that the lease may be extended over from there.
-    below: Option<(Arc<dyn LowerTier>, Vec<i32>)>,
+    below: Option<(Arc<dyn TierBelow>, Vec<i32>)>,
     /// The lease of what is saved of the request in the tier.
     saved: OnceLock<Arc<ArenaLease>>,
     state: RankedMutex<ArenaLeaseState>,
@@ -62,7 +62,7 @@ enum Owner {
 }
 
 /// The tier below a cache, as leases use it.
-pub(super) trait LowerTier: Send + Sync {
+pub(super) trait TierBelow: Send + Sync {
     /// See [`ArenaLease::save`].
     fn save(&self, lease: &ArenaLease, tokens: &dyn Tokens, stream: Stream);
 
@@ -114,7 +114,7 @@ impl ArenaLease {
     pub(super) fn with_hold(
         core: &Arc<ArenaCacheCore>,
         namespace: &Namespace,
-        below: Option<(Arc<dyn LowerTier>, Vec<i32>)>,
+        below: Option<(Arc<dyn TierBelow>, Vec<i32>)>,
         find: impl FnOnce(&mut ArenaCacheState) -> Result<GroupHold>,
     ) -> Result<Arc<Self>> {
         let mut cache = core.current();
@@ -129,7 +129,7 @@ impl ArenaLease {
         namespace: &Namespace,
         epoch: Epoch,
         hold: GroupHold,
-        below: Option<(Arc<dyn LowerTier>, Vec<i32>)>,
+        below: Option<(Arc<dyn TierBelow>, Vec<i32>)>,
     ) -> Arc<Self> {
         let state = ArenaLeaseState { hold: Some(hold), is_bound: false, is_given_up: false };
         Arc::new(Self {

@@ -22,7 +22,7 @@ use crate::pool::arena_host_tier::{Soundness, UnitCopies, UnitWrite};
 use crate::transfer::Transfer;
 
 use super::cache_core::{ArenaCacheCore, CachedKind, LowerMemory, free_units};
-use super::lease::LowerTier;
+use super::lease::TierBelow;
 use super::leased::{end_of, in_places, units_of};
 use super::store_link::{ArenaFetch, StoreLink};
 use super::{ArenaLease, ArenaLowerTier, ArenaPrefixCacheConfig};
@@ -328,7 +328,7 @@ impl LowerMemory for TierLink {
     }
 }
 
-impl LowerTier for TierLink {
+impl TierBelow for TierLink {
     fn save(&self, lease: &ArenaLease, tokens: &dyn Tokens, stream: Stream) {
         self.settle();
         let started = tokens.to_vec(0..tokens.count()).and_then(|tokens| {
