@@ -461,7 +461,7 @@ def test_a_window_with_a_hole_is_not_loaded_behind() -> None:
         assert (lease.length, lease.loadable) == (0, len(PROMPT))
         units = some(engine.arena.alloc({"full": 2, "window": 1}))
         lease.publish(PROMPT[:8], {**units, "window": [*units["window"], None]})
-        assert (lease.length, lease.load()) == (8, 0)
+        assert (lease.length, lease.loadable, lease.load()) == (8, 0, 0)
     with engine.cache.match(PROMPT) as lease:
         # Where the window is whole.
         assert (lease.length, lease.load(), lease.length) == (4, 20, 24)

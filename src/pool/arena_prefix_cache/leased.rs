@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::base::Result;
-use crate::layout::Group;
+use crate::layout::{Group, GroupKind};
 
 use super::ArenaLease;
 use super::cache_core::ArenaCacheCore;
@@ -28,6 +28,32 @@ pub(super) fn units_of(
         Ok((tokens.start / each..tokens.end / each).map(unit).collect())
     };
     layout.groups().iter().enumerate().map(of_group).collect()
+}
+
+/// Returns whether a lease of `cache` lacks a unit of a window or chunk that a request needs to go on at its end.
+pub(super) fn has_hole(cache: &ArenaCacheCore, lease: &ArenaLease) -> Result<bool> {
+    // Full groups lack none, and list the whole prefix.
+    any_group(cache, lease, |kind| kind != GroupKind::Full, |units| units.contains(&None))
+}
+
+/// Returns whether a lease of `cache` lacks a snapshot of a state at its end.
+pub(super) fn lacks_state(cache: &ArenaCacheCore, lease: &ArenaLease) -> Result<bool> {
+    any_group(cache, lease, |kind| kind == GroupKind::State, <[_]>::is_empty)
+}
+
+/// Returns whether the leased units of any group of such a kind are such units.
+fn any_group(
+    cache: &ArenaCacheCore,
+    lease: &ArenaLease,
+    is_asked: fn(GroupKind) -> bool,
+    is_so: fn(&[Option<u32>]) -> bool,
+) -> Result<bool> {
+    for (number, group) in cache.contents.layout.groups().iter().enumerate() {
+        if is_asked(group.kind()) && is_so(&lease.units(number)?.units) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Puts taken numbers in the places of those that are there.

@@ -23,7 +23,7 @@ use crate::transfer::Transfer;
 
 use super::cache_core::{ArenaCacheCore, CachedKind, LowerMemory, free_units};
 use super::lease::TierBelow;
-use super::leased::{end_of, in_places, units_of};
+use super::leased::{end_of, has_hole, in_places, lacks_state, units_of};
 use super::store_link::{ArenaFetch, StoreLink};
 use super::{ArenaLease, ArenaLowerTier, ArenaPrefixCacheConfig};
 
@@ -130,8 +130,7 @@ impl TierLink {
     fn start_save(&self, lease: &ArenaLease, tokens: Vec<i32>, stream: Stream) -> Result<Option<Save>> {
         let (above, len) = (lease.core(), lease.len()?);
         check_not_capturing(above, stream)?;
-        let whole = units_of(above, lease, 0..len)?;
-        if len != tokens.len() || !self.is_whole(&whole, len) || !self.has_states(&whole) {
+        if len != tokens.len() || has_hole(above, lease)? || lacks_state(above, lease)? {
             return Ok(None);
         }
         let target = if let Some(target) = lease.saved().get() {
@@ -141,7 +140,7 @@ impl TierLink {
             Arc::clone(lease.saved().get_or_init(|| target))
         };
         let begin = target.len()?;
-        let mut copies = self.repairs(&whole, len, &target)?;
+        let mut copies = self.repairs(lease, len, &target)?;
         if begin < len {
             let offered = units_of(above, lease, begin..len)?;
             let wanted: Vec<usize> = offered.iter().map(|units| units.iter().flatten().count()).collect();
@@ -177,28 +176,14 @@ impl TierLink {
         }
     }
 
-    /// Returns whether these units have no hole that a request that goes on behind `len` tokens needs.
-    fn is_whole(&self, units: &[Vec<Option<u32>>], len: usize) -> bool {
-        self.groups().iter().zip(units).all(|(group, units)| {
-            let Some(needed) = group.prefix_units(len, self.page_size()) else { return true };
-            let sinks = units.iter().take(needed.sinks);
-            sinks.chain(units.iter().skip(needed.units.start)).all(Option::is_some)
-        })
-    }
-
-    /// Returns whether these units have a snapshot of each state.
-    fn has_states(&self, units: &[Vec<Option<u32>>]) -> bool {
-        let mut groups = self.groups().iter().zip(units);
-        groups.all(|(group, units)| group.kind() != GroupKind::State || !units.is_empty())
-    }
-
-    /// Returns the copies that replace damaged pieces of the prefix of `target` by these units of the first `len` tokens.
-    fn repairs(&self, units: &[Vec<Option<u32>>], len: usize, target: &ArenaLease) -> Result<UnitCopies> {
+    /// Returns the copies that replace damaged pieces of the prefix of `target` by units of `lease`, of `len` tokens.
+    fn repairs(&self, lease: &ArenaLease, len: usize, target: &ArenaLease) -> Result<UnitCopies> {
         let mut copies = vec![Vec::new(); self.groups().len()];
         if !self.tier.has_damage() {
             return Ok(copies);
         }
         let begin = target.len()?;
+        let units = units_of(lease.core(), lease, 0..begin)?;
         let pieces = units_of(&self.below, target, 0..begin)?;
         for (number, (units, pieces)) in units.iter().zip(pieces).enumerate() {
             // A snapshot is of its end alone.
@@ -345,6 +330,9 @@ impl TierBelow for TierLink {
     }
 
     fn loadable(&self, lease: &ArenaLease, prompt: &[i32]) -> Result<usize> {
+        if has_hole(lease.core(), lease)? {
+            return Ok(0);
+        }
         let cache = self.below.current();
         let found = cache.groups.cached_len(lease.namespace(), &prompt, prompt.len())?;
         drop(cache);
@@ -360,7 +348,7 @@ impl TierBelow for TierLink {
             let begin = lease.len()?;
             let source = ArenaLease::of(&self.below, lease.namespace(), &prompt, limit)?;
             let len = source.len()?;
-            if len <= begin || !self.is_whole(&units_of(above, lease, 0..begin)?, begin) {
+            if len <= begin || has_hole(above, lease)? {
                 return Ok(0);
             }
             let wanted = units_of(&self.below, &source, begin..len)?;
