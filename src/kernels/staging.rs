@@ -59,6 +59,21 @@ impl StagingArea {
         Ok(Self { gpu: Arc::clone(gpu), direction, region, part_bytes, turns })
     }
 
+    /// Allocates the areas of a tier on `gpu`, of up to `bytes` bytes together: for what goes out, which has two thirds
+    /// of them, and for what comes in.
+    ///
+    /// # Errors
+    /// See [`Self::new`].
+    pub fn of_tier(gpu: &Arc<Gpu>, bytes: usize) -> Result<[Arc<Self>; 2]> {
+        let area = |direction, bytes| {
+            Self::new(gpu, direction, bytes).map(Arc::new).map_err(|failure| {
+                failure.with_prefix("the staging area of a tier (KVPOOL_STAGING_BYTES; 0 for none)")
+            })
+        };
+        let into = bytes / 3;
+        Ok([area(CopyDirection::Out, bytes - into)?, area(CopyDirection::In, into)?])
+    }
+
     /// Returns the memory.
     pub(super) const fn region(&self) -> &Arc<Region> {
         &self.region

@@ -174,6 +174,20 @@ impl PageLocking {
         }
     }
 
+    /// Waits up to `timeout` for the end of page-locking that someone keeps until then. Returns whether it has ended.
+    #[must_use]
+    pub fn wait(kept: &mut Option<Self>, timeout: Duration) -> bool {
+        let begin = Instant::now();
+        while let Some(steps) = &*kept {
+            match steps.next(timeout.saturating_sub(begin.elapsed())) {
+                PageLockEvent::Step(_) => (),
+                PageLockEvent::TimedOut => return false,
+                PageLockEvent::Finished => *kept = None,
+            }
+        }
+        true
+    }
+
     /// Stops after the steps in progress.
     pub fn stop(&self) {
         self.0.stop.store(true, Relaxed);

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{
@@ -13,8 +13,8 @@ use crate::base::{
 use crate::kernels::{BufferInfo, HostAccess, PageCopy, PagePair, Pieces, StagingArea};
 use crate::layout::{CacheLayout, Group, GroupKind, Plane, SlabLayout, SlabOptions};
 use crate::memory::{
-    Backend, CopyDirection, Fingerprint, Gpu, PageLockEvent, PageLockSink, PageLocking, Stream,
-    page_lock_steps, system_page_size,
+    Backend, CopyDirection, Fingerprint, Gpu, PageLockSink, PageLocking, Stream, page_lock_steps,
+    system_page_size,
 };
 use crate::transfer::{CopyQueue, Transfer};
 
@@ -110,10 +110,9 @@ impl PageLockSink for PageLocked {
 }
 
 /// What a piece has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Contents {
     /// Nothing that anyone may read, or bytes on their way here.
-    #[default]
     Unknown,
     /// Bytes with this fingerprint, unless something has damaged them.
     Complete(Fingerprint),
@@ -278,16 +277,7 @@ impl ArenaHostTier {
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) in a forked child, where it never ends.
     pub fn wait_page_locked(&self, timeout: Duration) -> Result<bool> {
         self.device.gpu().map_or(Ok(()), |gpu| gpu.check_process())?;
-        let begin = Instant::now();
-        let mut locking = self.locking.lock();
-        while let Some(steps) = &*locking {
-            match steps.next(timeout.saturating_sub(begin.elapsed())) {
-                PageLockEvent::Step(_) => (),
-                PageLockEvent::TimedOut => return Ok(false),
-                PageLockEvent::Finished => *locking = None,
-            }
-        }
-        Ok(true)
+        Ok(PageLocking::wait(&mut self.locking.lock(), timeout))
     }
 
     /// Makes this the tier of a prefix cache, until [`Self::detach`].
@@ -333,9 +323,7 @@ impl ArenaHostTier {
         let (device, pieces, pairs) = (Arc::clone(&self.device), self.reached().to_vec(), copies.clone());
         let taken = self.device.gpu().is_none().then(|| Arc::clone(&fingerprints));
         let transfer = self.down.start(1, &[after], Vec::new(), move |_, stream| {
-            for (group, pairs) in pairs.iter().enumerate().filter(|(_, pairs)| !pairs.is_empty()) {
-                device.copy_pieces(group, &pieces[group], PageCopy::Out, pairs, stream)?;
-            }
+            copy_units(&device, &pieces, PageCopy::Out, &pairs, stream)?;
             if let Some(taken) = &taken {
                 let _ = taken.set(fingerprints_of(&pieces, &pairs));
             }
@@ -351,10 +339,7 @@ impl ArenaHostTier {
     pub(super) fn load(&self, copies: UnitCopies, after: Stream) -> Result<Arc<Transfer>> {
         let (device, pieces) = (Arc::clone(&self.device), self.reached().to_vec());
         self.up.start(1, &[after], Vec::new(), move |_, stream| {
-            let all = copies.iter().enumerate().filter(|(_, pairs)| !pairs.is_empty());
-            all.into_iter().try_for_each(|(group, pairs)| {
-                device.copy_pieces(group, &pieces[group], PageCopy::In, pairs, stream)
-            })
+            copy_units(&device, &pieces, PageCopy::In, &copies, stream)
         })
     }
 
@@ -523,6 +508,18 @@ impl ArenaHostTier {
     }
 }
 
+/// Enqueues copies between units of the device and pieces on a stream.
+fn copy_units(
+    device: &CacheArena,
+    pieces: &[Pieces],
+    direction: PageCopy,
+    copies: &UnitCopies,
+    stream: Stream,
+) -> Result<()> {
+    let mut groups = copies.iter().enumerate().filter(|(_, pairs)| !pairs.is_empty());
+    groups.try_for_each(|(group, pairs)| device.copy_pieces(group, &pieces[group], direction, pairs, stream))
+}
+
 fn count_of(copies: &UnitCopies) -> usize {
     copies.iter().map(Vec::len).sum()
 }
@@ -551,8 +548,7 @@ fn piece_layout(device: &CacheArena) -> Result<CacheLayout> {
     CacheLayout::new(device.layout().model(), 1, groups.collect::<Result<Vec<_>>>()?)
 }
 
-/// Creates the staging areas of a tier, of which the one for what goes out has two thirds of the bytes, and lets
-/// pieces take them.
+/// Creates the staging areas of a tier, and lets pieces take them.
 fn staging_areas(
     config: &ArenaHostTierConfig,
     gpu: Option<&Arc<Gpu>>,
@@ -563,13 +559,7 @@ fn staging_areas(
     let bytes = mem_bytes.saturating_mul(3).min(config.staging_bytes);
     let is_in_place = in_place.iter().all(|pieces| pieces.reach() == HostAccess::InPlace);
     let Some(gpu) = gpu.filter(|_| bytes > 0 && is_in_place) else { return Ok(None) };
-    let area = |direction, bytes| {
-        StagingArea::new(gpu, direction, bytes).map(Arc::new).map_err(|failure| {
-            failure.with_prefix("the staging area of a tier (KVPOOL_STAGING_BYTES; 0 for none)")
-        })
-    };
-    let into = bytes / 3;
-    let areas = [area(CopyDirection::Out, bytes - into)?, area(CopyDirection::In, into)?];
+    let areas = StagingArea::of_tier(gpu, bytes)?;
     for (pieces, slab) in in_place.iter_mut().zip(slabs.groups()) {
         // No copy crosses the end of a slab, at which another registration may begin.
         *pieces = pieces.clone().staged([&areas[0], &areas[1]], slab.numbers);

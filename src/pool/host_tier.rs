@@ -644,8 +644,7 @@ impl HostTier {
     }
 }
 
-/// Creates the staging areas of a tier, of which the one for what goes out has two thirds of their bytes, and lets pieces
-/// take them that `gpu` accesses in place.
+/// Creates the staging areas of a tier, and lets pieces take them that `gpu` accesses in place.
 fn staging_areas(
     config: &HostTierConfig,
     gpu: Option<&Arc<Gpu>>,
@@ -656,13 +655,7 @@ fn staging_areas(
     let bytes =
         storages.iter().map(|storage| 3 * storage.mem_bytes()).sum::<usize>().min(config.staging_bytes);
     let Some(gpu) = gpu.filter(|_| bytes > 0) else { return Ok(None) };
-    let area = |direction, bytes| {
-        StagingArea::new(gpu, direction, bytes).map(Arc::new).map_err(|failure| {
-            failure.with_prefix("the staging area of a tier (KVPOOL_STAGING_BYTES; 0 for none)")
-        })
-    };
-    let into = bytes / 3;
-    let areas = [area(CopyDirection::Out, bytes - into)?, area(CopyDirection::In, into)?];
+    let areas = StagingArea::of_tier(gpu, bytes)?;
     for storage in &mut storages {
         storage.stage([&areas[0], &areas[1]]);
     }

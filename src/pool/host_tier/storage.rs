@@ -4,14 +4,14 @@ use std::collections::VecDeque;
 use std::iter::repeat_with;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{ChunkId, DType, Device, Epoch, ForkGate, Id, Result, try_zeros, widen};
 use crate::cache::{DevicePresence, EntryId, Namespace, NamespaceHash, PageHash, Residency};
 use crate::index::IndexHandle;
 use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, StagingArea};
-use crate::memory::{Backend, Fingerprint, PageLockEvent, PageLocking, Region};
+use crate::memory::{Backend, Fingerprint, PageLocking, Region};
 use crate::pool::{ChunkConfig, ChunkPool};
 use crate::transfer::Transfer;
 
@@ -267,16 +267,7 @@ impl Storage {
 
     pub(super) fn wait_page_locked(&self, timeout: Duration) -> Result<bool> {
         self.chunks.check_process()?;
-        let begin = Instant::now();
-        let mut locking = self.locking.lock();
-        while let Some(steps) = &*locking {
-            match steps.next(timeout.saturating_sub(begin.elapsed())) {
-                PageLockEvent::Step(_) => (),
-                PageLockEvent::TimedOut => return Ok(false),
-                PageLockEvent::Finished => *locking = None,
-            }
-        }
-        Ok(true)
+        Ok(PageLocking::wait(&mut self.locking.lock(), timeout))
     }
 
     /// Returns the numbers of pieces that are found, and that arrive.
