@@ -1,12 +1,10 @@
 //! `kvpool.Fetch`.
 
-use std::time::Duration;
-
 use pyo3::prelude::*;
 
 use crate::pool::{ArenaFetch, Fetch as PageFetch};
 
-use super::wait_in_slices;
+use super::{wait_in_slices, wait_polling};
 
 /// A fetch of a prompt's pages from a store to the `HostTier` above it, made by `PrefixCache.fetch`, or of its units to an
 /// `ArenaHostTier`, made by `ArenaPrefixCache.fetch`. As long as it lives, it keeps what it fetched to or found in the host
@@ -34,13 +32,6 @@ impl PoolFetch {
         match self {
             Self::Pages(fetch) => fetch.is_over(),
             Self::Units(fetch) => fetch.is_over(),
-        }
-    }
-
-    fn wait(&self, timeout: Duration) -> bool {
-        match self {
-            Self::Pages(fetch) => fetch.wait(timeout),
-            Self::Units(fetch) => fetch.wait(timeout),
         }
     }
 
@@ -78,7 +69,10 @@ impl Fetch {
     ///     ArgumentError: If `timeout` is negative or NaN.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        wait_in_slices(py, timeout, |slice| Ok(self.fetch.wait(slice)))
+        match &self.fetch {
+            PoolFetch::Pages(fetch) => wait_in_slices(py, timeout, |slice| Ok(fetch.wait(slice))),
+            PoolFetch::Units(fetch) => wait_polling(py, timeout, || Ok(fetch.is_over())),
+        }
     }
 
     /// Stops fetching. Pages that have arrived stay.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::base::{Epoch, ForkGate, Result};
 use crate::cache::{Namespace, PageHash};
@@ -78,21 +78,6 @@ impl ArenaFetch {
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.transfer.as_ref().is_none_or(|transfer| transfer.is_over().unwrap_or(true))
-    }
-
-    /// Waits up to `timeout` for its end. Returns whether it has come.
-    #[must_use]
-    pub fn wait(&self, timeout: Duration) -> bool {
-        /// The time after which the thread is asked again.
-        const POLL: Duration = Duration::from_millis(1);
-        let begin = Instant::now();
-        while !self.is_over() {
-            if begin.elapsed() >= timeout {
-                return false;
-            }
-            std::thread::sleep(POLL.min(timeout));
-        }
-        true
     }
 
     /// Stops the fetch. What has arrived stays.
