@@ -5364,8 +5364,41 @@ class BlockQueue:
         Raises:
             RuntimeError: If a block is neither used nor free. Nothing is changed.
         """
+    def count_unused(self, blocks: Iterable[object]) -> int:
+        """Returns how many of these blocks no request uses, null blocks left out.
+
+        Args:
+            blocks: The blocks, of any kind.
+        """
     def __len__(self) -> int:
         """Return len(self)."""
+
+@final
+class BlockHasher:
+    """The hashes of blocks of tokens, each with the hash of the block before it, byte for byte as vLLM computes them for
+    text: of `(parent, tokens, None)`, by one of its `prefix_caching_hash_algo`.
+
+    Args:
+        algorithm: "sha256", "sha256_cbor", "xxhash" or "xxhash_cbor".
+        block_size: The tokens of a block, at least 1.
+
+    Raises:
+        ConfigError: If the algorithm is another, or `block_size` is below 1.
+    """
+
+    def __new__(cls, algorithm: str, block_size: SupportsIndex) -> Self: ...
+    def hashes(self, tokens: list[int], start: int, parent: bytes) -> list[bytes] | None:
+        """Returns the hashes of the full blocks of a prompt from `start` on.
+
+        Args:
+            tokens: The tokens of the whole prompt.
+            start: The first token of the first block.
+            parent: The hash of the block before it.
+
+        Returns:
+            A hash for each full block, `None` if what vLLM would compute is not known: if an element is no plain int
+            from 0 to 2**31 - 1, the parent has more than 255 bytes, or a pickled block takes 64 KiB.
+        """
 
 @disjoint_base
 class BlockMap:
@@ -5404,6 +5437,25 @@ class BlockMap:
         Args:
             block_hashes: The hashes without groups.
             group_ids: The groups.
+        """
+    def find_last_run(
+        self,
+        block_hashes: Iterable[bytes],
+        group_ids: Sequence[int],
+        need: int,
+        *,
+        period: int = 1,
+        first: int = 0,
+    ) -> tuple[int, list[list[BlockLike]]]:
+        """Returns the last `need` hashes in a row of which each group has a block, as the position of the first and the
+        blocks of each group. If there are none, returns those from position 0 on: fewer than `need`, perhaps none.
+
+        Args:
+            block_hashes: The hashes without groups.
+            group_ids: The groups.
+            need: How many blocks a window needs; 1 for a state.
+            period: A run ends where the number of hashes up to its end is `first` and a multiple of this.
+            first: As above.
         """
     def cache(
         self,

@@ -6,24 +6,28 @@
 //!
 //! | for | use | engine |
 //! |---|---|---|
-//! | blocks: their users, the order of free ones, their hashes | [`BlockTable`], [`EvictionQueue`], [`BlockMap`] | vLLM |
+//! | blocks: their users, the order of free ones, their hashes | [`BlockTable`], [`EvictionQueue`], [`BlockMap`], [`BlockBytes`], [`last_run`] | vLLM |
 //! | offloaded chunks by keys of the engine, which controls the transfers | [`OffloadTable`], [`OffloadOrder`] | vLLM |
 //! | nodes with values of several kinds of attention | [`hybrid`] | SGLang |
 //! | nodes with slots that the tree owns in an allocator | [`SlotTree`] | pymllm |
 
 #![forbid(unsafe_code)]
 
+mod block_bytes;
 mod block_map;
 mod block_table;
 mod eviction_queue;
 pub mod hybrid;
+mod last_run;
 mod offload_order;
 mod offload_table;
 mod slot_tree;
 
+pub use block_bytes::BlockBytes;
 pub use block_map::{BlockHash, BlockMap};
 pub use block_table::{BlockTable, HashedBlocks, HashedTokens, NotTaken, TakenBlocks};
 pub use eviction_queue::{EvictionQueue, QueueEnd};
+pub use last_run::{RunEnds, last_run};
 pub use offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};
 pub use offload_table::{
     NamedChunk, OffloadChange, OffloadConfig, OffloadCounts, OffloadEvent, OffloadRequest, OffloadStage,

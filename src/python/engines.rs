@@ -2,6 +2,7 @@
 
 pub(super) mod address_space;
 pub(super) mod block;
+pub(super) mod block_hasher;
 pub(super) mod block_map;
 pub(super) mod block_queue;
 mod hybrid_names;

@@ -253,6 +253,8 @@ mod _kvpool {
     #[pymodule_export]
     use super::engines::block::Block;
     #[pymodule_export]
+    use super::engines::block_hasher::BlockHasher;
+    #[pymodule_export]
     use super::engines::block_map::BlockMap;
     #[pymodule_export]
     use super::engines::block_queue::BlockQueue;

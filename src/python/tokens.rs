@@ -60,6 +60,17 @@ pub(super) fn with_tokens<R>(
     }
 }
 
+/// Appends tokens of a list to `out`. Returns `false` if one of them is not a plain int from 0 to 2**31 - 1, or
+/// the list ends before.
+pub(super) fn read_plain(list: &Bound<'_, PyList>, range: Range<usize>, out: &mut Vec<i32>) -> bool {
+    if has_free_threads() {
+        let copied = list.get_slice(range.start, range.end);
+        let tokens = ListTokens { list: &copied, has_others: Cell::new(false) };
+        return tokens.read(0..range.len(), out).is_ok();
+    }
+    ListTokens { list, has_others: Cell::new(false) }.read(range, out).is_ok()
+}
+
 /// The elements of a list, read one by one. Only plain ints are: the conversion of anything else may run
 /// Python code, which must not happen under a lock.
 #[derive(Debug)]

@@ -23,7 +23,7 @@ LICENCES = ROOT / "docs" / "third-party-licences.txt"
 TARGETS = ("x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu")
 FEATURES = "cuda,python"
 # The licence that is taken where a crate leaves the choice: the first file that it has.
-TEXTS = ("LICENSE-MIT", "LICENSE-MIT0", "LICENSE_A2", "LICENSE")
+TEXTS = ("LICENSE-MIT", "LICENSE-MIT0", "LICENSE_A2", "LICENSE", "LICENSE.txt")
 STD = "std"
 
 HEAD = """\

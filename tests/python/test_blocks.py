@@ -5,12 +5,15 @@ Beside vLLM's own pool they are tested within vLLM, by `tests/engines/vllm_block
 
 from __future__ import annotations
 
+import hashlib
+import pickle
+import random
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kvpool._kvpool import Block, BlockMap, BlockQueue
+from kvpool._kvpool import Block, BlockHasher, BlockMap, BlockQueue
 from kvpool.errors import ConfigError, IndexOwnershipError
 
 if TYPE_CHECKING:
@@ -107,6 +110,63 @@ def test_hashes_of_any_length_are_found_in_their_group(size: int) -> None:
     assert cached.find_prefix([*hashes, bytes(size)[:-1] + b"x"], [7]) == [blocks[:3]]
     assert cached.find_prefix(iter(hashes), [7, 8]) == [[], []]
     assert [block.block_hash for block in blocks] == [*(key(value, 7) for value in hashes), None]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16, 100, 4096])
+@pytest.mark.parametrize("most", [200, 256, 70_000, 2**31 - 1])
+def test_hashes_are_those_of_pickled_tuples(block_size: int, most: int) -> None:
+    numbers = random.Random(block_size)  # noqa: S311
+    tokens = [numbers.randrange(most + 1) for _ in range(3 * block_size + block_size // 2)]
+    parent = hashlib.sha256(b"parent").digest()
+    expected: list[bytes] = []
+    for at in range(block_size, len(tokens) - block_size + 1, block_size):
+        block = (expected[-1] if expected else parent, tuple(tokens[at : at + block_size]), None)
+        expected.append(hashlib.sha256(pickle.dumps(block, protocol=5)).digest())
+    hasher = BlockHasher("sha256", block_size)
+    assert hasher.hashes(tokens, block_size, parent) == expected
+    assert hasher.hashes(tokens, len(tokens) + 1, parent) == []
+
+
+def test_hashes_that_python_would_compute_otherwise_are_left_to_it() -> None:
+    class Token(int):
+        pass
+
+    hasher = BlockHasher("sha256_cbor", 2)
+    whole = hasher.hashes([1, 2, 3], 0, b"parent")
+    assert whole is not None
+    assert [len(value) for value in whole] == [32]
+    for odd in (Token(2), True, -1, 2**31, "2", None):
+        assert hasher.hashes([1, odd], 0, b"parent") is None  # type: ignore[list-item]
+    assert hasher.hashes([1, 2], 0, bytes(256)) is None
+    large = [2**31 - 1] * 14_000
+    assert BlockHasher("sha256", len(large)).hashes(large, 0, b"parent") is None
+    assert BlockHasher("xxhash", 2).hashes([1, 2], 0, b"parent") != BlockHasher("xxhash_cbor", 2).hashes(
+        [1, 2], 0, b"parent"
+    )
+
+
+def test_the_last_run_of_hashes_is_found_in_all_groups() -> None:
+    blocks, cached = BlockQueue(8).blocks, BlockMap()
+    hashes = [bytes([number]) * 32 for number in range(4)]
+    assert cached.cache(blocks[:4], hashes, 0, 4, 4, None, {})
+    assert cached.cache(blocks[4:], hashes, 1, 4, 4, [True, True, True, False], {})
+    assert cached.find_last_run(hashes, [0], 2) == (2, [blocks[2:4]])
+    assert cached.find_last_run(hashes, [0, 1], 2) == (1, [blocks[1:3], blocks[5:7]])
+    assert cached.find_last_run(hashes, [0], 2, period=3) == (1, [blocks[1:3]])
+    assert cached.find_last_run(hashes, [0], 2, period=2, first=1) == (1, [blocks[1:3]])
+    assert cached.find_last_run(hashes, [0, 1], 5) == (0, [blocks[:3], blocks[4:7]])
+    assert cached.find_last_run([b"none"], [0], 1) == (0, [[]])
+    assert cached.find_last_run(hashes, [], 1) == (3, [])
+
+
+def test_unused_blocks_are_counted_in_all_queues() -> None:
+    queue, other = BlockQueue(5), BlockQueue(2)
+    taken, _ = queue.alloc(2, BlockMap(), {})
+    queue.blocks[4].is_null = True
+    assert queue.count_unused(queue.blocks) == 2
+    assert queue.count_unused([*taken, *other.blocks, other.popleft()]) == 3
+    with pytest.raises(AttributeError, match="ref_cnt"):
+        queue.count_unused([3])
 
 
 def test_more_tokens_than_a_number_holds_are_refused() -> None:
@@ -220,6 +280,9 @@ MISUSE: dict[str, Misuse] = {
     "too few hashes": (lambda q, _: hashes(q, 1), AssertionError, "3 blocks were given with 1 hashes"),
     "a short mask": (lambda q, _: hashes(q, 3, [True]), AssertionError, "a mask of 1"),
     "map no block": (lambda *_: BlockMap().insert(b"a", 3), AttributeError, "block_id"),  # type: ignore[arg-type]
+    "hash by md5": (lambda *_: BlockHasher("md5", 16), ConfigError, 'algorithm is "md5"'),
+    "hash no tokens": (lambda *_: BlockHasher("sha256", 0), ConfigError, "block_size is 0"),
+    "find no run": (lambda *_: BlockMap().find_last_run([3], [0], 1), TypeError, "bytes"),  # type: ignore[list-item]
     "find no hash": (lambda *_: BlockMap().find_prefix([3], [0]), TypeError, "bytes"),  # type: ignore[list-item]
 }
 

@@ -5,7 +5,8 @@ use std::sync::Mutex;
 
 use kvpool::base::{BlockId, Id, widen};
 use kvpool::engines::{
-    BlockHash, BlockMap, BlockTable, EvictionQueue, HashedBlocks, HashedTokens, NotTaken, TakenBlocks,
+    BlockBytes, BlockHash, BlockMap, BlockTable, EvictionQueue, HashedBlocks, HashedTokens, NotTaken,
+    RunEnds, TakenBlocks, last_run,
 };
 use proptest::prelude::*;
 
@@ -172,6 +173,28 @@ proptest! {
     }
 
     #[test]
+    fn the_last_run_is_the_naive_one(
+        found in prop::collection::vec(prop::bool::weighted(0.8), 0..60),
+        need in 0..8_usize, period in 1..5_usize, first in 0..2_usize,
+    ) {
+        let ends: Vec<usize> = (0..=found.len()).filter(|end| *end >= first && (end - first) % period == 0).collect();
+        let is_run = |end: &&usize| **end >= need.max(1) && found[*end - need.max(1)..**end].iter().all(|&is| is);
+        let expected = ends.iter().rfind(is_run).map_or_else(
+            || {
+                let front = found.iter().take(need.max(1)).take_while(|&&is| is).count();
+                0..ends.iter().copied().filter(|&end| end <= front).max().unwrap_or(0)
+            },
+            |&end| end - need.max(1)..end,
+        );
+        let mut asked = vec![0_u8; found.len()];
+        let run = last_run(found.len(), need, RunEnds { period, first }, |at| { asked[at] += 1; found[at] });
+        prop_assert_eq!(&run, &expected);
+        let often = asked.into_iter().max().unwrap_or(0);
+        let is_whole = run.len() == need.max(1);
+        prop_assert!(often <= 2 - u8::from(is_whole), "asked {often} times");
+    }
+
+    #[test]
     fn a_queue_is_a_naive_queue(moves in prop::collection::vec(moved(), 1..200)) {
         let mut queue = EvictionQueue::full(COUNT);
         let mut plain: VecDeque<BlockId> = blocks().collect();
@@ -241,4 +264,20 @@ proptest! {
             prop_assert_eq!(map.is_empty(), plain.is_empty());
         }
     }
+}
+
+#[test]
+fn bytes_that_python_would_write_otherwise_are_not_written() {
+    let mut bytes = Vec::new();
+    for kind in [BlockBytes::Pickle, BlockBytes::Cbor] {
+        assert!(kind.write(&[0; 255], &[0, i32::MAX], &mut bytes));
+        assert!(!kind.write(&[0; 256], &[0], &mut bytes));
+        assert!(!kind.write(&[0; 32], &[5, -1], &mut bytes));
+    }
+    // A frame holds less than 64 KiB: here all but one token of five bytes fit.
+    let around = (65_536 - 48) / 5;
+    let fits = |count| BlockBytes::Pickle.write(&[0; 32], &vec![i32::MAX; count], &mut Vec::new());
+    assert!(fits(around - 5));
+    assert!(!fits(around + 5));
+    assert!(BlockBytes::Cbor.write(&[0; 32], &vec![i32::MAX; around + 5], &mut bytes));
 }

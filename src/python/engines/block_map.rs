@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
 use crate::base::{BlockId, Id};
-use crate::engines::{BlockHash, BlockMap as Map, BlockTable, HashedTokens};
+use crate::engines::{BlockHash, BlockMap as Map, BlockTable, HashedTokens, RunEnds, last_run};
 
 use super::block::Block;
 
@@ -111,6 +111,18 @@ fn extend_with_groups(
 /// Blocks of several groups.
 type ByGroup<'py> = Vec<Bound<'py, PyList>>;
 
+/// Separates blocks that stand group after group for each hash.
+fn by_group<'py>(py: Python<'py>, found: &[Py<PyAny>], groups: usize) -> PyResult<ByGroup<'py>> {
+    let of_group = |group: usize| {
+        PyList::new(py, found.chunks_exact(groups).map(|of_hash| of_hash[group].bind(py)).collect::<Vec<_>>())
+    };
+    (0..groups).map(of_group).collect()
+}
+
+fn hashes_of<'py>(hashes: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    hashes.try_iter()?.map(|hash| Ok(hash?.cast_into::<PyBytes>()?)).collect()
+}
+
 #[pymethods]
 impl BlockMap {
     #[new]
@@ -186,20 +198,49 @@ impl BlockMap {
         block_hashes: &Bound<'py, PyAny>,
         group_ids: Vec<u32>,
     ) -> PyResult<ByGroup<'py>> {
-        let hashes = block_hashes.try_iter()?.map(|hash| Ok(hash?.cast_into::<PyBytes>()?));
-        let hashes: Vec<Bound<'py, PyBytes>> = hashes.collect::<PyResult<_>>()?;
-        // The groups of the first hash, then those of the next.
+        let hashes = hashes_of(block_hashes)?;
         let mut found: Vec<Py<PyAny>> = Vec::with_capacity(hashes.len() * group_ids.len());
         let map = self.lock();
-        let is_found = |hash: &&Bound<'py, PyBytes>| {
-            extend_with_groups(py, &map, hash.as_bytes(), &group_ids, &mut found)
-        };
-        let count = hashes.iter().take_while(is_found).count();
+        let count = hashes
+            .iter()
+            .take_while(|hash| extend_with_groups(py, &map, hash.as_bytes(), &group_ids, &mut found))
+            .count();
         drop(map);
-        let groups = group_ids.len();
-        let of_group =
-            |group: usize| PyList::new(py, (0..count).map(|block| found[block * groups + group].bind(py)));
-        (0..groups).map(of_group).collect()
+        found.truncate(count * group_ids.len());
+        by_group(py, &found, group_ids.len())
+    }
+
+    /// Returns the last `need` hashes in a row of which each group has a block, as the position of the first and the
+    /// blocks of each group. If there are none, returns those from position 0 on: fewer than `need`, perhaps none.
+    ///
+    /// Args:
+    ///     block_hashes: The hashes without groups.
+    ///     group_ids: The groups.
+    ///     need: How many blocks a window needs; 1 for a state.
+    ///     period: A run ends where the number of hashes up to its end is `first` and a multiple of this.
+    ///     first: As above.
+    #[pyo3(signature = (block_hashes, group_ids, need, *, period=1, first=0))]
+    fn find_last_run<'py>(
+        &self,
+        py: Python<'py>,
+        block_hashes: &Bound<'py, PyAny>,
+        group_ids: Vec<u32>,
+        need: usize,
+        period: usize,
+        first: usize,
+    ) -> PyResult<(usize, ByGroup<'py>)> {
+        let hashes = hashes_of(block_hashes)?;
+        let map = self.lock();
+        let run = last_run(hashes.len(), need, RunEnds { period, first }, |at| {
+            let hash = hashes[at].as_bytes();
+            group_ids.iter().all(|&group| in_group(hash, group, |key| map.first(key).is_some()))
+        });
+        let mut found: Vec<Py<PyAny>> = Vec::with_capacity(run.len() * group_ids.len());
+        for hash in &hashes[run.clone()] {
+            extend_with_groups(py, &map, hash.as_bytes(), &group_ids, &mut found);
+        }
+        drop(map);
+        Ok((run.start, by_group(py, &found, group_ids.len())?))
     }
 
     /// Gives full blocks their hashes in a group. A block that has a hash of fewer tokens loses that and all others.

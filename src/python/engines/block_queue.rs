@@ -291,6 +291,22 @@ impl BlockQueue {
         Ok(given.others)
     }
 
+    /// Returns how many of these blocks no request uses, null blocks left out.
+    ///
+    /// Args:
+    ///     blocks: The blocks, of any kind.
+    fn count_unused(&self, blocks: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let given = self.given(blocks)?;
+        let table = self.lock();
+        let own = given.own.iter().filter(|&&block| table.uses(block) == 0 && !table.is_null(block)).count();
+        drop(table);
+        let is_unused = |block: &Bound<'_, PyAny>| {
+            Ok(block.getattr("ref_cnt")?.eq(0)? && !block.getattr("is_null")?.is_truthy()?)
+        };
+        let others = given.others.iter().map(is_unused).collect::<PyResult<Vec<bool>>>()?;
+        Ok(own + others.into_iter().filter(|&unused| unused).count())
+    }
+
     fn __len__(&self) -> usize {
         self.num_free_blocks()
     }
