@@ -9,17 +9,26 @@ import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import prometheus_client
 import pytest
+from vllm.config.scheduler import SchedulerConfig
+from vllm.utils import hashing as vllm_hashing
 from vllm.v1.core import block_pool as vllm_block_pool
-from vllm.v1.core import kv_cache_coordinator
+from vllm.v1.core import kv_cache_coordinator, kv_cache_utils
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched import scheduler as vllm_scheduler
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import core as vllm_core
 
+import kvpool
 from kvpool._kvpool import Block, BlockQueue
 from kvpool.errors import IndexOwnershipError
 from kvpool.integrations import vllm as plugin
 from kvpool.integrations.seams import EngineMismatchError
-from kvpool.integrations.vllm import seams
+from kvpool.integrations.vllm import hashing, seams
 from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
+from kvpool.integrations.vllm.kv_cache_manager import KvpoolKVCacheManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -258,40 +267,88 @@ def test_a_pool_goes_with_its_last_name() -> None:
     assert block.next_free_block is None
 
 
-@pytest.fixture
-def original(monkeypatch: pytest.MonkeyPatch) -> type:
-    """vLLM's own class, put back at the end."""
+PLACES: list[tuple[Any, str, Any]] = [
+    (kv_cache_coordinator, "BlockPool", KvpoolBlockPool),
+    (vllm_scheduler, "KVCacheManager", KvpoolKVCacheManager),
+    (vllm_core, "get_request_block_hasher", hashing.get_request_block_hasher),
+]
+"""What is replaced, where, and by what."""
+
+
+@pytest.fixture(name="own")
+def of_vllm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """vLLM's own classes and functions, put back at the end."""
     monkeypatch.delenv("KVPOOL_VLLM", raising=False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    own: type = vllm_block_pool.BlockPool
-    monkeypatch.setattr(kv_cache_coordinator, "BlockPool", own)
-    return own
+    found = [getattr(module, name) for module, name, _ in PLACES]
+    for (module, name, _), own in zip(PLACES, found, strict=True):
+        monkeypatch.setattr(module, name, own)
+    return found
 
 
-def test_to_be_installed_is_not_enough(original: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def now() -> list[Any]:
+    return [getattr(module, name) for module, name, _ in PLACES]
+
+
+def test_to_be_installed_is_not_enough(own: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     plugin.register()
-    assert kv_cache_coordinator.BlockPool is original
+    assert now() == own
 
 
 @pytest.mark.parametrize(("name", "value"), [("VLLM_PLUGINS", "other, kvpool"), ("KVPOOL_VLLM", "1")])
-@pytest.mark.usefixtures("original")
-def test_switched_on_the_scheduler_has_kvpools_blocks(
+@pytest.mark.usefixtures("own")
+def test_switched_on_vllm_is_on_kvpool_and_says_so(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(
+        logging.getLogger("vllm.plugins.kvpool"), "info", lambda *words: told.append(words[0] % words[1:])
+    )
     monkeypatch.setenv(name, value)
     plugin.register()
     plugin.register()
-    assert kv_cache_coordinator.BlockPool is KvpoolBlockPool
+    assert now() == [ours for _, _, ours in PLACES]
+    assert told == [f"vLLM 0.33.0 is on kvpool {kvpool.__version__}: blocks, hashes, prefixes, steps"]
+    labels = {
+        "engine": "vllm", "engine_version": "0.33.0", "version": kvpool.__version__,
+        "seams": "blocks,hashes,prefixes,steps",
+    }  # fmt: skip
+    assert prometheus_client.REGISTRY.get_sample_value("kvpool_engine_info", labels) == 1
 
 
-def test_another_replacement_of_the_pool_is_named(original: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = type("OtherPool", (original,), {})
-    monkeypatch.setattr(kv_cache_coordinator, "BlockPool", other)
+@pytest.mark.usefixtures("own")
+def test_schedulers_that_a_setting_names_are_on_kvpool() -> None:
+    named = SchedulerConfig.default_factory(scheduler_cls="kvpool.integrations.vllm.AsyncScheduler")
+    assert issubclass(named.get_scheduler_cls(), AsyncScheduler)
+    assert issubclass(plugin.Scheduler, Scheduler)
+    plugin.install()  # the module may have been imported before
+    assert now() == [ours for _, _, ours in PLACES]
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        _ = plugin.Other
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_another_replacement_is_named_and_nothing_is_replaced(
+    own: list[Any], at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name, _ = PLACES[at]
+    other = type("Other", (), {})
+    monkeypatch.setattr(module, name, other)
     monkeypatch.setenv("VLLM_PLUGINS", "kvpool")
-    with pytest.raises(EngineMismatchError, match="OtherPool for its blocks"):
+    with pytest.raises(EngineMismatchError, match=f"Other, and not its own {name}"):
         plugin.register()
-    assert kv_cache_coordinator.BlockPool is other
+    assert now() == [*own[:at], other, *own[at + 1 :]]
+
+
+def test_a_hash_that_vllm_computes_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sha256(_: object) -> bytes:
+        return bytes(32)
+
+    monkeypatch.setattr(vllm_hashing, "sha256", sha256)
+    kv_cache_utils.init_none_hash(sha256)
+    with pytest.raises(EngineMismatchError, match=r"16 tokens hashes to 0000.* by sha256, and to"):
+        hashing.get_request_block_hasher(16, sha256)
 
 
 def test_a_drift_of_the_pool_names_what_was_found_and_expected(monkeypatch: pytest.MonkeyPatch) -> None:

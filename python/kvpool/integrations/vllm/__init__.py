@@ -1,17 +1,38 @@
-"""vLLM 0.33 on kvpool: its pool of blocks, and its offloading of KV cache to host memory and to disk.
+"""vLLM 0.32 and 0.33 on kvpool: its scheduler's memory, and its offloading to host memory and to disk.
 
-`pip install kvpool`, then start vLLM with `VLLM_PLUGINS=kvpool` in its environment: the scheduler's
-blocks are those of `block_pool`. `offload` has the classes that vLLM's settings for offloading name; nothing
-is replaced for that.
+`pip install kvpool`, then start vLLM with `VLLM_PLUGINS=kvpool` in its environment, or with
+`--scheduler-cls kvpool.integrations.vllm.AsyncScheduler` (`Scheduler` without asynchronous scheduling).
+Both do the same: blocks are those of `block_pool`, hashes come from `hashing`, and `kv_cache_manager` finds
+prefixes and answers steps. `offload` has the classes that vLLM's settings for offloading name; nothing is
+replaced for that.
 """
 
 from __future__ import annotations
 
 import os
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from kvpool.integrations.seams import EngineMismatchError
+from kvpool.integrations.seams import EngineMismatchError, version_of
 
-__all__ = ["is_switched_on", "register"]
+if TYPE_CHECKING:
+    from prometheus_client import Gauge
+
+    from kvpool.integrations.vllm.scheduler import AsyncScheduler, Scheduler
+
+__all__ = ["SEAMS", "AsyncScheduler", "Scheduler", "install", "is_switched_on", "register"]
+
+SEAMS = ("blocks", "hashes", "prefixes", "steps")
+"""What is kvpool's in a vLLM that runs on it: pool, hashing, look-ups, and steps that need no block."""
+
+
+def __getattr__(name: str) -> type[Any]:
+    if name not in ("AsyncScheduler", "Scheduler"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # vLLM is imported only once a class of it is needed.
+    from kvpool.integrations.vllm import scheduler  # noqa: PLC0415
+
+    return getattr(scheduler, name)  # type: ignore[no-any-return]
 
 
 def is_switched_on() -> bool:
@@ -24,28 +45,74 @@ def is_switched_on() -> bool:
 
 
 def register() -> None:
-    """Replace vLLM's pool of blocks by `block_pool.KvpoolBlockPool`.
+    """Call `install` if the plugin is switched on. vLLM calls this in each of its processes.
 
-    vLLM calls this in each of its processes. The call does nothing unless the plugin is switched on, or if it
-    was called before.
+    Raises:
+        EngineMismatchError: As `install`.
+    """
+    if is_switched_on():
+        install()
+
+
+def install() -> None:
+    """Let vLLM make kvpool's classes and functions in the place of its own, in this process.
+
+    Replaced are three names, where vLLM looks them up: the pool of blocks, the manager of KV cache, and the
+    function that hashes blocks. A second call does nothing.
 
     Raises:
         EngineMismatchError: If a class or a signature differs from the supported one, or another package has
-            replaced vLLM's pool. Nothing is replaced then.
+            replaced one of the three. Nothing is replaced then.
     """
-    if not is_switched_on():
-        return
-    # vLLM is imported only once it is known to be used.
-    from vllm.v1.core import block_pool, kv_cache_coordinator  # noqa: PLC0415
+    from vllm.v1.core import block_pool, kv_cache_coordinator, kv_cache_manager, kv_cache_utils  # noqa: PLC0415
+    from vllm.v1.core.sched import scheduler  # noqa: PLC0415
+    from vllm.v1.engine import core  # noqa: PLC0415
 
     from kvpool.integrations.vllm.block_pool import KvpoolBlockPool  # noqa: PLC0415
+    from kvpool.integrations.vllm.hashing import get_request_block_hasher  # noqa: PLC0415
+    from kvpool.integrations.vllm.kv_cache_manager import KvpoolKVCacheManager  # noqa: PLC0415
 
-    found = kv_cache_coordinator.BlockPool
-    if found is KvpoolBlockPool:
-        return
-    if found is not block_pool.BlockPool:
-        raise EngineMismatchError(
-            f"vLLM would make {found.__module__}.{found.__qualname__} for its blocks, and not its own "
-            "BlockPool: only one of VLLM_PLUGINS can replace it"
-        )
-    kv_cache_coordinator.BlockPool = KvpoolBlockPool
+    replaced: list[tuple[Any, Any, Any]] = [
+        (kv_cache_coordinator, block_pool.BlockPool, KvpoolBlockPool),
+        (scheduler, kv_cache_manager.KVCacheManager, KvpoolKVCacheManager),
+        (core, kv_cache_utils.get_request_block_hasher, get_request_block_hasher),
+    ]
+    for module, own, ours in replaced:
+        found = getattr(module, own.__name__)
+        if found is not own and found is not ours:
+            raise EngineMismatchError(
+                f"vLLM would use {found.__module__}.{found.__qualname__}, and not its own {own.__name__}: "
+                "only one of VLLM_PLUGINS can replace it"
+            )
+    if any(getattr(module, own.__name__) is not ours for module, own, ours in replaced):
+        for module, own, ours in replaced:
+            setattr(module, own.__name__, ours)
+        _tell()
+
+
+def _tell() -> None:
+    """Say in vLLM's log and in its metrics that kvpool is in use."""
+    from vllm.logger import init_logger  # noqa: PLC0415
+
+    import kvpool  # noqa: PLC0415
+    from kvpool.integrations.vllm.seams import VLLM  # noqa: PLC0415
+
+    found = version_of(VLLM.package) or "of unknown version"
+    # A logger of another name has no handler in vLLM.
+    init_logger("vllm.plugins.kvpool").info(
+        "vLLM %s is on kvpool %s: %s", found, kvpool.__version__, ", ".join(SEAMS)
+    )
+    _metric().labels("vllm", found, kvpool.__version__, ",".join(SEAMS)).set(1)
+
+
+@cache
+def _metric() -> Gauge:
+    from prometheus_client import Gauge  # noqa: PLC0415 - vLLM's, not kvpool's
+
+    # vLLM removes collectors with its own name in theirs.
+    return Gauge(
+        "kvpool_engine_info",
+        "An engine that this process runs on kvpool, and what is kvpool's",
+        ["engine", "engine_version", "version", "seams"],
+        multiprocess_mode="max",
+    )

@@ -13,14 +13,12 @@ from kvpool.integrations.vllm.seams import BLOCK_POOL, VLLM
 
 VLLM.require(BLOCK_POOL)
 
-from vllm.distributed.kv_events import MEDIUM_GPU  # noqa: E402
 from vllm.v1.core.block_pool import BlockPool  # noqa: E402
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
     from vllm.v1.request import Request
 
     from kvpool._kvpool import Block
@@ -36,20 +34,8 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
     often than it was taken is dropped and logged.
     """
 
-    def __init__(
-        self,
-        num_gpu_blocks: int,
-        enable_caching: bool,
-        hash_block_size: int,
-        enable_kv_cache_events: bool = False,
-        metrics_collector: KVCacheMetricsCollector | None = None,
-        num_hash_lookahead_tokens: int = 0,
-        medium: str = MEDIUM_GPU,
-    ) -> None:
-        super().__init__(
-            1, enable_caching, hash_block_size, enable_kv_cache_events, metrics_collector,
-            num_hash_lookahead_tokens, medium,
-        )  # fmt: skip
+    def __init__(self, num_gpu_blocks: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(1, *args, **kwargs)
         self.num_gpu_blocks = num_gpu_blocks
         self.free_block_queue: BlockQueue = BlockQueue(num_gpu_blocks, self)
         self.blocks: list[Block] = self.free_block_queue.blocks

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from kvpool.integrations.seams import Engine
+from kvpool.integrations.seams import Engine, Seams
 
 __all__ = ["BLOCK_POOL", "OFFLOADING", "VLLM"]
 
-VLLM = Engine("vLLM", "vllm", ("0.33.0",))
+VLLM = Engine("vLLM", "vllm", ("0.32.0", "0.33.0"))
 
 _OFFLOAD = "vllm.v1.kv_offload"
 
-OFFLOADING: dict[str, dict[str, str]] = {
+OFFLOADING: Seams = {
     f"{_OFFLOAD}.base.OffloadingManager": {
         "lookup": "(self, key, req_context)",
         "get_load_source": "(self, key, req_context)",
@@ -102,10 +102,13 @@ OFFLOADING: dict[str, dict[str, str]] = {
 
 _CORE = "vllm.v1.core"
 
-BLOCK_POOL: dict[str, dict[str, str]] = {
+BLOCK_POOL: Seams = {
     f"{_CORE}.block_pool.BlockPool": {
-        "__init__": "(self, num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events=False, "
-        "metrics_collector=None, num_hash_lookahead_tokens=0, medium='GPU')",
+        "__init__": tuple(
+            "(self, num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events=False, "
+            f"metrics_collector=None, {lookahead}medium='GPU')"
+            for lookahead in ("num_hash_lookahead_tokens=0, ", "")
+        ),
         "get_cached_block": "(self, block_hash, kv_cache_group_ids)",
         "cache_full_blocks": "(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, "
         "kv_cache_group_id, block_mask=None)",
@@ -146,3 +149,81 @@ BLOCK_POOL: dict[str, dict[str, str]] = {
     },
 }
 """The methods that `block_pool` relies on, with those that `BlockQueue`, `BlockMap` and `Block` replace."""
+
+_UTILS = f"{_CORE}.kv_cache_utils"
+
+HASHES: Seams = {
+    f"{_UTILS}.get_request_block_hasher": {
+        "": (
+            "(hash_block_size, caching_hash_fn, num_hash_lookahead_tokens=0)",
+            "(hash_block_size, caching_hash_fn)",
+        ),
+    },
+    f"{_UTILS}.hash_block_tokens": {
+        "": "(hash_function, parent_block_hash, curr_block_token_ids, extra_keys=None)",
+    },
+    f"{_UTILS}.generate_block_hash_extra_keys": {
+        "": "(request, start_token_idx, end_token_idx, start_mm_idx)"
+    },
+    "vllm.v1.engine.core.get_request_block_hasher": {},
+}
+"""The functions that `hashing` relies on."""
+
+_MANAGERS = [
+    f"{_CORE}.single_type_kv_cache_manager.{kind}"
+    for kind in (
+        "FullAttentionManager",
+        "SlidingWindowManager",
+        "ChunkedLocalAttentionManager",
+        "MambaManager",
+    )
+]
+
+PREFIXES: Seams = {
+    **{
+        manager: {
+            "find_longest_cache_hit": "(block_hashes, max_length, kv_cache_group_ids, block_pool, "
+            "kv_cache_spec, drop_eagle_block, alignment_tokens, dcp_world_size=1, pcp_world_size=1)",
+        }
+        for manager in _MANAGERS
+    },
+    f"{_CORE}.kv_cache_coordinator.SpecGroup": {"__new__": "(_cls, spec, group_ids, manager_cls, use_eagle)"},
+    **{
+        f"{_CORE}.kv_cache_coordinator.{kind}": {
+            "find_longest_cache_hit": "(self, block_hashes, max_cache_hit_length)"
+        }
+        for kind in ("UnitaryKVCacheCoordinator", "HybridKVCacheCoordinator")
+    },
+}
+"""The methods that `finders` stands for, and those that call them."""
+
+STEPS: Seams = {
+    f"{_CORE}.kv_cache_manager.KVCacheManager": {
+        "allocate_slots": "(self, request, num_new_tokens, num_new_computed_tokens=0, "
+        "new_computed_blocks=None, num_lookahead_tokens=0, num_external_computed_tokens=0, "
+        "delay_cache_blocks=False, num_encoder_tokens=0, full_sequence_must_fit=False, "
+        "reserved_blocks=0, has_scheduled_reqs=True, skip_zeroing_group_ids=())",
+        "cache_blocks": "(self, request, num_computed_tokens)",
+        "free": "(self, request)",
+        "pop_blocks_for_free": "(self, request)",
+    },
+    f"{_CORE}.kv_cache_manager.KVCacheBlocks": {
+        "__init__": "(self, blocks)",
+        "get_block_ids": "(self, allow_none=False, *, group_ids=None)",
+    },
+    f"{_CORE}.kv_cache_coordinator.KVCacheCoordinator": {
+        "get_num_cacheable_tokens": "(self, num_computed_tokens, kv_cache_group_id)",
+    },
+    **{
+        manager: {
+            "_get_num_evictable_blocks": "(blocks)",
+            "allocate_new_blocks": "(self, request_id, num_tokens, num_tokens_main_model)",
+            "cache_blocks": "(self, request, num_tokens, retention_interval=None, *, replay_boundaries)",
+            "get_num_skipped_tokens": "(self, num_computed_tokens)",
+            "remove_skipped_blocks": "(self, request_id, processed_computed_tokens, num_prompt_tokens=None)",
+        }
+        for manager in _MANAGERS
+    },
+    f"{_CORE}.sched.scheduler.KVCacheManager": {},
+}
+"""The methods that `kv_cache_manager` and `quiet` rely on or replace."""

@@ -1,0 +1,149 @@
+"""vLLM's `KVCacheManager` over kvpool: prefixes found by one call, steps that need no block answered at once.
+
+Taking, sharing and freeing blocks is `block_pool`'s part.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpool.integrations.vllm.finders import find_in_one_call
+from kvpool.integrations.vllm.quiet import is_plain, quiet_of
+from kvpool.integrations.vllm.seams import STEPS, VLLM
+
+VLLM.require(STEPS)
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.request import Request
+
+__all__ = ["KvpoolKVCacheManager"]
+
+
+class _NoBlocks(KVCacheBlocks):  # type: ignore[misc]  # vLLM has no types here
+    """What most steps get: no block, and no numbers to collect."""
+
+    def get_block_ids(
+        self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
+    ) -> tuple[list[int], ...] | None:
+        """Return a list for each group, or `None`."""
+        if allow_none:
+            return None
+        return super().get_block_ids(group_ids=group_ids)  # type: ignore[no-any-return]
+
+
+class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
+    """vLLM's `KVCacheManager`, with its arguments, attributes and answers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's, unchanged
+        super().__init__(*args, **kwargs)
+        self.empty_kv_cache_blocks: KVCacheBlocks = _NoBlocks(
+            tuple(() for _ in range(self.num_kv_cache_groups))
+        )
+        managers = self.coordinator.single_type_managers
+        self._quiet = [quiet for manager in managers if (quiet := quiet_of(manager))]
+        self._may_be_quiet = len(self._quiet) == len(managers)
+        # By a running request, the tokens below which a step changes neither its blocks nor their hashes, and
+        # those below which it changes no hash.
+        self._quiet_below: dict[str, tuple[int, int]] = {}
+        self._only: Any = managers[0] if len(managers) == 1 and is_plain(managers[0]) else None
+        count_unused = self.block_pool.free_block_queue.count_unused
+        for manager in managers:
+            manager._get_num_evictable_blocks = count_unused  # noqa: SLF001
+        find_in_one_call(self.coordinator)
+
+    def allocate_slots(  # noqa: PLR0913, PLR0917 - vLLM's signature
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> KVCacheBlocks | None:
+        """Give a request blocks for its new tokens; `None` if there are too few."""
+        is_step = new_computed_blocks is None and not (
+            num_new_computed_tokens
+            or num_external_computed_tokens
+            or delay_cache_blocks
+            or num_encoder_tokens
+            or full_sequence_must_fit
+            or reserved_blocks
+        )
+        if is_step and num_new_tokens:
+            quiet = self._quiet_below.get(request.request_id)
+            if quiet is not None:
+                tokens = request.num_computed_tokens + num_new_tokens
+                if request.num_prompt_tokens < tokens:
+                    if tokens + num_lookahead_tokens < quiet[0]:
+                        return self.empty_kv_cache_blocks
+                    if self._only is not None:
+                        return self._step(request, tokens, num_lookahead_tokens)
+        blocks = super().allocate_slots(
+            request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens,
+            num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, full_sequence_must_fit,
+            reserved_blocks, has_scheduled_reqs, skip_zeroing_group_ids,
+        )  # fmt: skip
+        if blocks is not None and is_step:
+            self._note(request)
+        else:
+            self._quiet_below.pop(request.request_id, None)
+        return blocks
+
+    def _step(self, request: Request, tokens: int, num_lookahead_tokens: int) -> KVCacheBlocks | None:
+        """Do what vLLM does for a running request whose one group has full attention."""
+        manager: Any = self._only
+        name = request.request_id
+        blocks = manager.req_to_blocks[name]
+        slots = min(tokens + num_lookahead_tokens, self.max_model_len)
+        new: list[Any] = []
+        if (more := -(-slots // manager.block_size) - len(blocks)) > 0:
+            if more > self.block_pool.get_num_free_blocks():
+                self._quiet_below.pop(name, None)
+                return None
+            new = self.block_pool.get_new_blocks(more)
+            blocks.extend(new)
+            if manager.records_new_block_ids:
+                manager.new_block_ids.extend(block.block_id for block in new)
+        if self.enable_caching:
+            full = self.coordinator.get_num_cacheable_tokens(min(tokens, request.num_tokens), 0)
+            manager.cache_blocks(request, full, replay_boundaries=())
+        self._note(request)
+        return KVCacheBlocks((new,)) if new else self.empty_kv_cache_blocks
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Give the full blocks of a request their hashes."""
+        quiet = self._quiet_below.get(request.request_id)
+        if quiet is None or num_computed_tokens <= request.num_prompt_tokens:
+            super().cache_blocks(request, num_computed_tokens)
+        elif num_computed_tokens >= quiet[1]:
+            super().cache_blocks(request, num_computed_tokens)
+            self._note(request)
+
+    def _note(self, request: Request) -> None:
+        """Note how far the request is quiet, after a step."""
+        if self._may_be_quiet:
+            # vLLM frees what a window has passed by the tokens that are processed.
+            processed = min(request.num_computed_tokens, self.max_model_len) - request.num_in_flight_tokens
+            ends = [quiet(request.request_id, max(processed, 0)) for quiet in self._quiet]
+            below, full = ends[0] if len(ends) == 1 else map(min, zip(*ends, strict=True))
+            self._quiet_below[request.request_id] = (below, full)
+
+    def free(self, request: Request) -> None:
+        """Free the blocks of a request."""
+        self._quiet_below.pop(request.request_id, None)
+        super().free(request)
+
+    def pop_blocks_for_free(self, request: Request) -> list[Any]:
+        """Return the blocks of a request, which is forgotten."""
+        self._quiet_below.pop(request.request_id, None)
+        return super().pop_blocks_for_free(request)  # type: ignore[no-any-return]
