@@ -23,7 +23,7 @@ DRIVER := target/software_driver/lib/libcuda.so.1
 DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cpp" -o -name "Cargo.*") $(wildcard src/kernels/*.cu*)
 CUDA_TOOLS := $(VENV)/cuda-tools
 # What is tested or measured beside kvpool: `tests/engines/install` says what each folder has.
-ENGINES := $(addprefix $(VENV)/,$(addsuffix /.installed,engines mooncake nixl flashinfer vllm lmcache))
+ENGINES := $(addprefix $(VENV)/,$(addsuffix /.installed,engines mooncake nixl flashinfer vllm lmcache vllm-engine))
 OLD_TORCH := $(VENV)/torch-2.4
 SGLANG_TORCH := $(VENV)/torch-2.14
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
@@ -64,11 +64,11 @@ MUTANTS := $(VENV)/mutants/bin/cargo-mutants
 # The tests read the environment, use addresses as numbers, and end while threads for copies still wait.
 MIRI_FLAGS := -Zmiri-disable-isolation -Zmiri-permissive-provenance -Zmiri-ignore-leaks
 .DEFAULT_GOAL := help
-COMMANDS := help demo dev test test-engines lint format docs api bench gpu \
+COMMANDS := help demo dev test test-engines test-vllm-engine lint format docs api bench gpu \
     cpu-test process-test software-test rust-test orders fuzz-briefly engines engine-test engine-runs old-torch-test version-test \
     rust-lint test-crates-lint python-lint stub-lint kernel-lint wheel-lint verify-types \
     bench-contiguous bench-cuda bench-generate bench-late-bytes bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang \
-    bench-vllm chart fuzz fuzz-build histories mutants miri soak soak-threads kernels kernel-report wheels licences \
+    bench-vllm bench-vllm-engine chart fuzz fuzz-build histories mutants miri soak soak-threads kernels kernel-report wheels licences \
     gpu-package gpu-results gpu-rehearsal clean
 .PHONY: $(COMMANDS)
 
@@ -130,6 +130,10 @@ engines: $(ENGINES)
 # Tests of engines in short: an engine that has no package for this machine is skipped with the reason.
 engine-test: $(DEV) $(ENGINES)
 	$(PYTEST) -m engines $(ENGINE_TESTS)
+
+# A whole vLLM on the CPU: every step, token and block on its own classes and on kvpool's. A part of `make engine-runs`.
+test-vllm-engine: $(DEV) $(VENV)/vllm-engine/.installed
+	$(PYTEST) --timeout=3600 tests/engines/test_vllm_engine.py
 
 # The long runs: SGLang in many configurations, all tests of vLLM and LMCache that need no GPU.
 engine-runs: $(DEV) $(ENGINES) $(SGLANG_TORCH)/.installed
@@ -215,6 +219,7 @@ api: $(DEV)
 bench-sglang: $(VENV)/engines/.installed $(SGLANG_TORCH)/.installed
 bench-nixl bench-late-bytes: $(VENV)/nixl/.installed
 bench-vllm: $(VENV)/vllm/.installed
+bench-vllm-engine: $(VENV)/vllm-engine/.installed
 bench-pymllm: $(VENV)/.test
 bench-peers: $(VENV)/peers/.installed $(VENV)/vllm/.installed $(SGLANG_TORCH)/.installed
 bench-lmcache: $(VENV)/lmcache/.installed
@@ -227,6 +232,7 @@ $(filter bench%,$(COMMANDS)): $(EXTENSION) $(VENV)/.tools
 $(addprefix $(VENV)/,$(addsuffix /.installed,engines mooncake nixl flashinfer)): $(VENV)/.test
 $(VENV)/vllm/.installed: $(VENV)/engines/.installed
 $(VENV)/lmcache/.installed: $(VENV)/vllm/.installed
+$(VENV)/vllm-engine/.installed: $(VENV)/lmcache/.installed
 $(VENV)/%/.installed: | $(BIN)/python
 	tests/engines/install $*
 	touch $@

@@ -1,0 +1,160 @@
+"""A whole vLLM on the CPU, in this process, with vLLM's scheduler memory and with kvpool's."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the scheduler can be seen
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core import kv_cache_coordinator
+from vllm.v1.core.sched import scheduler
+from vllm.v1.engine import core
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput
+
+from kvpool.integrations.vllm import install
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+REPLACED = [
+    (kv_cache_coordinator, "BlockPool"),
+    (scheduler, "KVCacheManager"),
+    (core, "get_request_block_hasher"),
+]
+"""The names that kvpool's plugin replaces."""
+
+
+@contextmanager
+def on_kvpool(on: bool = True) -> Iterator[None]:
+    """Engines that are made in the body run on kvpool, or on vLLM's own classes."""
+    if not on:
+        yield
+        return
+    own = [getattr(module, name) for module, name in REPLACED]
+    install()
+    try:
+        yield
+    finally:
+        for (module, name), was in zip(REPLACED, own, strict=True):
+            setattr(module, name, was)
+
+
+def make_engine(model: Path, *, kvpool: bool, **options: Any) -> LLMEngine:  # noqa: ANN401
+    """An engine over a nano model, with options of vLLM."""
+    arguments = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": 2048,
+        "max_num_seqs": 32,
+        "disable_log_stats": True,
+        **options,
+    }
+    with on_kvpool(kvpool):
+        return LLMEngine.from_engine_args(EngineArgs(model=str(model), **arguments))
+
+
+def scheduler_of(engine: LLMEngine) -> Any:  # noqa: ANN401
+    """The scheduler of an engine in this process."""
+    return engine.engine_core.engine_core.scheduler
+
+
+def run(
+    engine: LLMEngine, prompts: Sequence[Sequence[int]], tokens: int, prefix: str = ""
+) -> tuple[dict[str, list[int]], int]:
+    """The greedy tokens for each prompt by its number, and how many steps they took."""
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"{prefix}{number}", {"prompt_token_ids": list(prompt)}, greedy)
+    found: dict[str, list[int]] = {}
+    steps = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found[output.request_id] = list(output.outputs[0].token_ids)
+        steps += 1
+    return found, steps
+
+
+class StubExecutor(Executor):  # type: ignore[misc]  # vLLM has no types here
+    """A model that takes no time: the token after a prefix depends on its length alone.
+
+    It has one layer of 8 heads of 128 values in 16 bits, and memory for a million tokens.
+    """
+
+    supports_pp = False
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        """As on a GPU, where it is vLLM's default."""
+        return True
+
+    def _init_executor(self) -> None:
+        self._prompts: dict[str, int] = {}
+
+    def collective_rpc(self, method: Any, *_: Any, **__: Any) -> Any:  # noqa: ANN401
+        """Answers what an engine asks its workers at the start."""
+        size = self.vllm_config.cache_config.block_size
+        answers: dict[str, Any] = {
+            "get_kv_cache_spec": {
+                "layer": FullAttentionSpec(
+                    block_size=size, num_kv_heads=8, head_size=128, dtype=self.vllm_config.model_config.dtype
+                )
+            },
+            "determine_available_memory": 2**20 * 8 * 128 * 2 * 4,
+            "get_supported_kv_cache_layouts": ["NHD"],
+            "get_supported_tasks": ("generate",),
+            "supports_draft_weight_updates": False,
+        }
+        return [answers.get(method)]
+
+    def compile_or_warm_up_model(self) -> None:
+        """Does nothing."""
+
+    def check_health(self) -> None:
+        """Does nothing."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:  # noqa: ANN401
+        """A token for each request whose prompt is computed."""
+        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        for new in scheduler_output.scheduled_new_reqs:
+            self._prompts[new.req_id] = len(new.prompt_token_ids)
+        cached = scheduler_output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        names = list(scheduler_output.num_scheduled_tokens)
+        ends = [computed[name] + scheduler_output.num_scheduled_tokens[name] for name in names]
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=[
+                [4 + end * 7919 % 1000] if end >= self._prompts[name] else []
+                for name, end in zip(names, ends, strict=True)
+            ],
+        )
+        for name in scheduler_output.finished_req_ids:
+            self._prompts.pop(name, None)
+        if not non_block:
+            return output
+        future: Future[ModelRunnerOutput] = Future()
+        future.set_result(output)
+        return future
