@@ -8,19 +8,17 @@ have their tokens, which must be the same on both.
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness import Case, Report
 from nano_models import make
-from vllm_engine import StubExecutor, make_engine, run
+from vllm_engine import MODELS, StubExecutor, make_engine, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.v1.engine.llm_engine import LLMEngine
 
-MODELS = Path("target/nano_models")
 STUB: dict[str, Any] = {
     "block_size": 16,
     "distributed_executor_backend": StubExecutor,

@@ -5,8 +5,11 @@ python nano_models.py FOLDER [NAME ...]
 
 from __future__ import annotations
 
+import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -76,21 +79,26 @@ MODELS: dict[str, tuple[type[Any], Any]] = {
 def make(folder: Path, name: str) -> Path:
     """Makes a model in a folder of its name, unless it is there."""
     place = folder / name
-    if not (place / "tokenizer.json").exists():
-        kind, config = MODELS[name]
-        torch.manual_seed(0)
-        model = kind(config)
-        with torch.no_grad():
-            for weights in model.parameters():
-                if weights.dim() > 1:
-                    weights.normal_(0, SPREAD)
-        model.float().save_pretrained(place)
-        words = {word: number for number, word in enumerate(SPECIAL)}
-        words |= {f"w{number}": number for number in range(len(SPECIAL), WORDS)}
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[3]))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(place)
+    if place.exists():
+        return place
+    kind, config = MODELS[name]
+    torch.manual_seed(0)
+    model = kind(config)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() > 1:
+                weights.normal_(0, SPREAD)
+    words = {word: number for number, word in enumerate(SPECIAL)}
+    words |= {f"w{number}": number for number in range(len(SPECIAL), WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[3]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder) as made:
+        model.float().save_pretrained(made)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(made)
+        with suppress(FileExistsError):  # another process was faster
+            shutil.copytree(made, place)
     return place
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the scheduler can be seen
@@ -16,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.arg_utils import EngineArgs
@@ -32,9 +34,14 @@ from kvpool.integrations.vllm import install
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from vllm.v1.core.sched.output import SchedulerOutput
+
+MODELS = Path(__file__).parents[2] / "target" / "nano_models"
+"""Where models are made, once."""
+
+REQUESTS, TOKENS = 24, 24
+"""Of a run: prompts, and tokens for each."""
 
 REPLACED = [
     (kv_cache_coordinator, "BlockPool"),
@@ -158,3 +165,61 @@ class StubExecutor(Executor):  # type: ignore[misc]  # vLLM has no types here
         future: Future[ModelRunnerOutput] = Future()
         future.set_result(output)
         return future
+
+
+class Trace:
+    """What a scheduler decided, with requests by the order in which they came."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.steps: list[Any] = []
+        self.quiet = 0
+        self._numbers: dict[str, int] = {}
+        self._scheduler = scheduler_of(engine)
+        self._own = self._scheduler.schedule
+        self._scheduler.schedule = self._schedule
+
+    def _number(self, name: str) -> int:
+        return self._numbers.setdefault(name, len(self._numbers))
+
+    def _schedule(self, *arguments: Any) -> SchedulerOutput:  # noqa: ANN401
+        output = self._own(*arguments)
+        cached = output.scheduled_cached_reqs
+        self.steps.append(
+            {
+                "tokens": {self._number(name): count for name, count in output.num_scheduled_tokens.items()},
+                "new": {
+                    self._number(new.req_id): (new.num_computed_tokens, new.block_ids)
+                    for new in output.scheduled_new_reqs
+                },
+                "more": {
+                    self._number(name): (computed, blocks)
+                    for name, computed, blocks in zip(
+                        cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+                    )
+                },
+                "preempted": sorted(map(self._number, output.preempted_req_ids or ())),
+                "copies": output.kv_cache_block_copies,
+            }
+        )
+        return output
+
+    @property
+    def cached_tokens(self) -> int:
+        """The tokens of all prompts that were found."""
+        return sum(computed for step in self.steps for computed, _ in step["new"].values())
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request was preempted."""
+        return sum(len(step["preempted"]) for step in self.steps)
+
+
+def prompts(seed: int) -> list[list[int]]:
+    """Prompts with shared prefixes of many lengths."""
+    numbers = random.Random(seed)  # noqa: S311
+    shared = [numbers.randrange(4, 1000) for _ in range(400)]
+    return [
+        shared[: numbers.choice((0, 40, 64, 130, 256, 400))]
+        + [numbers.randrange(4, 1000) for _ in range(numbers.randrange(1, 100))]
+        for _ in range(REQUESTS)
+    ]
