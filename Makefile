@@ -107,6 +107,7 @@ test-engines:
 # Without the feature `cuda` only the table of the driver's functions differs: it is then empty, which `fuzz` uses.
 rust-test: $(DRIVER)
 	LD_PRELOAD=$(abspath $(DRIVER)) KVPOOL_REQUIRE_CUDA=1 cargo test --locked --features cuda
+	cargo run --quiet --locked --manifest-path examples/engine/Cargo.toml --target-dir target
 	cargo test --quiet --locked --release --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver
 
 cpu-test: $(DEV)
@@ -167,6 +168,8 @@ test-crates-lint:
 	cargo fmt --check --manifest-path tests/fuzz/Cargo.toml
 	RUSTFLAGS='$(FUZZ_FLAGS)' cargo clippy --locked --release --all-targets --target $(HOST) \
 	    --manifest-path tests/fuzz/Cargo.toml --target-dir target/fuzz -- -D warnings
+	cargo fmt --check --manifest-path examples/engine/Cargo.toml
+	cargo clippy --locked --manifest-path examples/engine/Cargo.toml --target-dir target -- -D warnings
 	cargo fmt --check --manifest-path tests/software_driver/Cargo.toml
 	cargo clippy --locked --release --all-targets --manifest-path tests/software_driver/Cargo.toml --target-dir target/software_driver -- -D warnings
 
@@ -201,6 +204,7 @@ wheel-lint: $(EXTENSION) $(VENV)/.wheels
 ## Format Rust and Python
 format: $(VENV)/.test
 	cargo fmt
+	cargo fmt --manifest-path examples/engine/Cargo.toml
 	cargo fmt --manifest-path tests/fuzz/Cargo.toml
 	cargo fmt --manifest-path tests/software_driver/Cargo.toml
 	$(BIN)/ruff check --fix-only .

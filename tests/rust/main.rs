@@ -6,6 +6,7 @@ mod blocks;
 mod conformance;
 mod contract;
 mod dlpack;
+mod face;
 mod file_store;
 #[cfg(feature = "cuda")]
 mod gpu;
