@@ -161,6 +161,7 @@ rust-lint:
 	cargo clippy --locked --all-targets --features cuda,python -- -D warnings
 	RUSTFLAGS='--cfg loom' cargo clippy --quiet --locked --features cuda --target-dir target/loom --test orders -- -D warnings
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --features cuda
+	cargo publish --quiet --locked --allow-dirty --dry-run
 	test "$$(cargo tree --locked --features cuda -e features -i cudarc | grep -o 'feature "cuda-[^"]*"')" = 'feature "cuda-12000"'
 
 # The crates of the tests.
