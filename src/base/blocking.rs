@@ -17,7 +17,7 @@ pub type Section = fn(section: &mut (dyn FnMut() + Send));
 pub type InterruptCheck = fn() -> Result<()>;
 
 /// A copy of this many bytes takes longer than handing the lock of an interpreter to another thread.
-pub const LONG_COPY: usize = 64 << 10;
+pub(crate) const LONG_COPY: usize = 64 << 10;
 
 static SECTION: OnceLock<Section> = OnceLock::new();
 
@@ -35,12 +35,33 @@ pub(crate) fn assert_may_wait() {
 
 /// Installs `section` around every later call of [`run_blocking`] in this process. Later installations have
 /// no effect.
+///
+/// ```
+/// use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+/// use kvpool::base::{run_blocking, set_blocking_hook};
+/// static WAITS: AtomicUsize = AtomicUsize::new(0);
+/// set_blocking_hook(|section| {
+///     WAITS.fetch_add(1, Relaxed); // an async runtime would be told here that the thread blocks
+///     section();
+/// });
+/// assert_eq!(run_blocking(|| 7), 7);
+/// assert_eq!(WAITS.load(Relaxed), 1);
+/// ```
 pub fn set_blocking_hook(section: Section) {
     let _ = SECTION.set(section);
 }
 
 /// Installs `check` between the slices of every later [`wait_interruptibly`] in this process. Later
 /// installations have no effect.
+///
+/// ```
+/// use std::time::Duration;
+/// use kvpool::base::{Error, set_interrupt_check, wait_interruptibly};
+/// assert!(wait_interruptibly(|slice: Duration| Ok(!slice.is_zero())).is_ok());
+/// set_interrupt_check(|| Err(Error::state("the engine shuts down")));
+/// let error = wait_interruptibly(|_| Ok(false)).unwrap_err();
+/// assert_eq!(error.to_string(), "the engine shuts down");
+/// ```
 pub fn set_interrupt_check(check: InterruptCheck) {
     let _ = INTERRUPT_CHECK.set(check);
 }

@@ -136,6 +136,12 @@ impl DType {
 }
 
 /// The dtype of the index tensors that a pool hands out.
+///
+/// ```
+/// use kvpool::base::{DType, IndexDType};
+/// assert_eq!(IndexDType::parse("torch.int64").unwrap(), IndexDType::I64);
+/// assert_eq!(IndexDType::default().dtype(), DType::I32);
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IndexDType {
     /// int32.

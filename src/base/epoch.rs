@@ -4,6 +4,13 @@
 ///
 /// Whoever keeps indices of an allocator keeps the epoch in which they were taken. The allocator's contents are
 /// reached with it, and not at all when it is over.
+///
+/// ```
+/// use kvpool::base::Epoch;
+/// let first = Epoch::default();
+/// assert_eq!((first.number(), first.next().number()), (0, 1));
+/// assert_ne!(first, first.next());
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Epoch(u64);
 

@@ -74,6 +74,13 @@ struct Inner {
 
 /// The numbers of an error, for programs; the message repeats them for people. `None` where a number does not
 /// apply.
+///
+/// ```
+/// use kvpool::base::{Error, Facts};
+/// let error = Error::state("3 slots were asked for, 2 are free").with_asked(3).with_available(2);
+/// let Facts { asked, available, index, .. } = error.facts();
+/// assert_eq!((asked, available, index), (Some(3), Some(2), None));
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
     /// The first invalid index.

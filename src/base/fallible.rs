@@ -7,14 +7,8 @@ use super::{Error, ErrorKind, Result};
 ///
 /// # Errors
 /// [`ErrorKind::OutOfMemory`] when the host cannot allocate it, where `Vec::with_capacity` would abort.
-///
-/// ```
-/// use kvpool::base::try_with_capacity;
-/// assert!(try_with_capacity::<i32>(16).unwrap().capacity() >= 16);
-/// assert!(try_with_capacity::<i32>(usize::MAX / 8).is_err());
-/// ```
 #[inline]
-pub fn try_with_capacity<T>(count: usize) -> Result<Vec<T>> {
+pub(crate) fn try_with_capacity<T>(count: usize) -> Result<Vec<T>> {
     let mut values = Vec::new();
     match values.try_reserve_exact(count) {
         Ok(()) => Ok(values),
@@ -27,7 +21,7 @@ pub fn try_with_capacity<T>(count: usize) -> Result<Vec<T>> {
 /// # Errors
 /// Same as [`try_with_capacity`], where `to_vec` would abort.
 #[inline]
-pub fn try_to_vec<T: Clone>(values: &[T]) -> Result<Vec<T>> {
+pub(crate) fn try_to_vec<T: Clone>(values: &[T]) -> Result<Vec<T>> {
     let mut copy = try_with_capacity(values.len())?;
     copy.extend_from_slice(values);
     Ok(copy)
@@ -38,7 +32,7 @@ pub fn try_to_vec<T: Clone>(values: &[T]) -> Result<Vec<T>> {
 /// # Errors
 /// Same as [`try_with_capacity`], where `collect` would abort.
 #[inline]
-pub fn try_collect<T>(values: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
+pub(crate) fn try_collect<T>(values: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
     let mut collected = try_with_capacity(values.len())?;
     collected.extend(values);
     Ok(collected)
@@ -48,7 +42,7 @@ pub fn try_collect<T>(values: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>
 ///
 /// # Errors
 /// Same as [`try_push`].
-pub fn try_collect_each<T>(values: impl IntoIterator<Item = T>) -> Result<Vec<T>> {
+pub(crate) fn try_collect_each<T>(values: impl IntoIterator<Item = T>) -> Result<Vec<T>> {
     let mut collected = Vec::new();
     values.into_iter().try_for_each(|value| try_push(&mut collected, value))?;
     Ok(collected)
@@ -59,7 +53,7 @@ pub fn try_collect_each<T>(values: impl IntoIterator<Item = T>) -> Result<Vec<T>
 /// # Errors
 /// Same as [`try_push`], where `extend_from_slice` would abort.
 #[inline]
-pub fn try_extend<T: Clone>(all: &mut Vec<T>, values: &[T]) -> Result<()> {
+pub(crate) fn try_extend<T: Clone>(all: &mut Vec<T>, values: &[T]) -> Result<()> {
     try_reserve(all, values.len())?;
     all.extend_from_slice(values);
     Ok(())
@@ -70,7 +64,7 @@ pub fn try_extend<T: Clone>(all: &mut Vec<T>, values: &[T]) -> Result<()> {
 /// # Errors
 /// Same as [`try_push`], where `Vec::reserve` would abort.
 #[inline]
-pub fn try_reserve<T>(values: &mut Vec<T>, count: usize) -> Result<()> {
+pub(crate) fn try_reserve<T>(values: &mut Vec<T>, count: usize) -> Result<()> {
     if values.capacity() - values.len() < count && values.try_reserve(count).is_err() {
         return Err(out_of_memory_error::<T>(values.len().saturating_add(count)));
     }
@@ -82,7 +76,7 @@ pub fn try_reserve<T>(values: &mut Vec<T>, count: usize) -> Result<()> {
 /// # Errors
 /// [`ErrorKind::OutOfMemory`] when the host cannot make room, where `Vec::push` would abort.
 #[inline]
-pub fn try_push<T>(values: &mut Vec<T>, value: T) -> Result<()> {
+pub(crate) fn try_push<T>(values: &mut Vec<T>, value: T) -> Result<()> {
     try_reserve(values, 1)?;
     values.push(value);
     Ok(())
@@ -93,7 +87,7 @@ pub fn try_push<T>(values: &mut Vec<T>, value: T) -> Result<()> {
 ///
 /// # Errors
 /// [`ErrorKind::OutOfMemory`] when it cannot.
-pub fn check_memory(bytes: usize) -> Result<()> {
+pub(crate) fn check_memory(bytes: usize) -> Result<()> {
     /// For allocations whose sizes do not depend on the caller.
     const SLACK: usize = 1 << 16;
     try_with_capacity::<u8>(bytes.saturating_add(SLACK)).map(drop)
@@ -102,7 +96,7 @@ pub fn check_memory(bytes: usize) -> Result<()> {
 /// Returns the error of a host that has no memory for `count` elements.
 #[cold]
 #[must_use]
-pub fn out_of_memory_error<T>(count: usize) -> Error {
+pub(crate) fn out_of_memory_error<T>(count: usize) -> Error {
     let bytes = count.saturating_mul(size_of::<T>());
     let text = format!("the host cannot give {bytes} bytes for {count} elements");
     Error::new(ErrorKind::OutOfMemory, text).with_asked(bytes)
@@ -112,7 +106,7 @@ pub fn out_of_memory_error<T>(count: usize) -> Error {
 ///
 /// # Errors
 /// Same as [`try_with_capacity`].
-pub fn try_zeros<T: Copy + Default>(count: usize) -> Result<Vec<T>> {
+pub(crate) fn try_zeros<T: Copy + Default>(count: usize) -> Result<Vec<T>> {
     /// Bytes from which on untouched pages are worth it.
     const LARGE: usize = 4 << 20;
     let mut zeros = try_with_capacity(count)?;

@@ -25,7 +25,7 @@ pub struct ForkGate {
 }
 
 impl ForkGate {
-    /// Enters the gate if this is [a thread of kvpool](super::mark_own_thread). Other threads must not wait
+    /// Enters the gate if this is a thread of kvpool. Other threads must not wait
     /// for the gate, because they may hold locks that a thread of kvpool waits for inside it.
     #[must_use]
     pub fn enter_on_own_thread() -> Option<Self> {

@@ -111,12 +111,25 @@ id!(
 );
 
 /// Converts a 32-bit number to an array index.
+///
+/// ```
+/// use kvpool::base::widen;
+/// assert_eq!([10, 20, 30][widen(2)], 30);
+/// ```
 #[must_use]
 pub const fn widen(number: u32) -> usize {
     number as usize
 }
 
 /// The element type of an index tensor.
+///
+/// ```
+/// use kvpool::base::{DType, IndexNumber, IndexVec};
+/// fn tensor_of<T: IndexNumber>(indices: &[u32]) -> (DType, IndexVec) {
+///     (T::DTYPE, T::values(indices.iter().map(|&index| T::of(index)).collect()))
+/// }
+/// assert_eq!(tensor_of::<i64>(&[3, 4]), (DType::I64, IndexVec::I64(vec![3, 4])));
+/// ```
 pub trait IndexNumber: Copy + Default + PartialEq + Into<i64> {
     /// The dtype of its tensors.
     const DTYPE: DType;

@@ -23,6 +23,18 @@ static INTERPRETER: OnceLock<InterpreterLock> = OnceLock::new();
 
 /// Installs the lock of an interpreter, which `unlock_interpreter` releases from then on. Later
 /// installations have no effect.
+///
+/// ```
+/// use std::ptr::NonNull;
+/// use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+/// use kvpool::base::{InterpreterLock, set_interpreter_lock};
+/// static IS_HELD: AtomicBool = AtomicBool::new(true);
+/// set_interpreter_lock(InterpreterLock {
+///     release: || IS_HELD.swap(false, Relaxed).then_some(NonNull::dangling()),
+///     acquire: |_| IS_HELD.store(true, Relaxed),
+/// });
+/// assert!(IS_HELD.load(Relaxed), "it is released around calls only");
+/// ```
 pub fn set_interpreter_lock(lock: InterpreterLock) {
     let _ = INTERPRETER.set(lock);
 }

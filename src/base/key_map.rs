@@ -6,7 +6,7 @@ use foldhash::fast::RandomState;
 
 /// A map by such keys. Its hash function is seeded, but not made for keys that an attacker chooses, such as the
 /// names of namespaces.
-pub type KeyMap<K, V> = HashMap<K, V, RandomState>;
+pub(crate) type KeyMap<K, V> = HashMap<K, V, RandomState>;
 
 /// A set of such keys: see [`KeyMap`].
-pub type KeySet<K> = HashSet<K, RandomState>;
+pub(crate) type KeySet<K> = HashSet<K, RandomState>;

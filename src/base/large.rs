@@ -13,18 +13,23 @@ static HOOK: OnceLock<fn(Range<usize>)> = OnceLock::new();
 
 /// Calls `hook` with the addresses of every large table from now on, before anything is written there. Later
 /// installations have no effect.
+///
+/// ```
+/// use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+/// use kvpool::base::set_large_table_hook;
+/// use kvpool::index::{Order, SlotAllocator};
+/// static BYTES: AtomicUsize = AtomicUsize::new(0);
+/// set_large_table_hook(|addresses| drop(BYTES.fetch_add(addresses.len(), Relaxed)));
+/// let slots = SlotAllocator::new(1 << 20, 1, Order::Sorted).unwrap();
+/// assert!(BYTES.load(Relaxed).is_multiple_of(4));
+/// ```
 pub fn set_large_table_hook(hook: fn(addresses: Range<usize>)) {
     let _ = HOOK.set(hook);
 }
 
 /// Creates a table of `count` times `value`.
-///
-/// ```
-/// use kvpool::base::table_of;
-/// assert_eq!(table_of(3, 7), [7, 7, 7]);
-/// ```
 #[must_use]
-pub fn table_of<T: Clone>(count: usize, value: T) -> Vec<T> {
+pub(crate) fn table_of<T: Clone>(count: usize, value: T) -> Vec<T> {
     let mut table: Vec<T> = Vec::with_capacity(count);
     let begin = table.as_ptr().addr();
     let addresses = begin..begin + count * size_of::<T>();

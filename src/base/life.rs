@@ -7,7 +7,7 @@ use super::{Result, try_with_capacity};
 
 /// The life of something that was handed out: dropping it ends the life.
 #[derive(Debug)]
-pub struct Life(&'static AtomicBool);
+pub(crate) struct Life(&'static AtomicBool);
 
 impl Drop for Life {
     fn drop(&mut self) {
@@ -17,12 +17,12 @@ impl Drop for Life {
 
 /// Tells whether a [`Life`] is over.
 #[derive(Clone, Copy, Debug)]
-pub struct LifeMark(&'static AtomicBool);
+pub(crate) struct LifeMark(&'static AtomicBool);
 
 impl LifeMark {
     /// Returns whether the life is over.
     #[must_use]
-    pub fn is_over(self) -> bool {
+    pub(crate) fn is_over(self) -> bool {
         !self.0.load(Ordering::Acquire)
     }
 }
@@ -32,7 +32,7 @@ static UNUSED: Mutex<Vec<LifeMark>> = Mutex::new(Vec::new());
 
 /// A supply of marks. They return to a supply of the process with it, and are used again.
 #[derive(Debug, Default)]
-pub struct LifeMarks {
+pub(crate) struct LifeMarks {
     spare: Vec<LifeMark>,
 }
 
@@ -42,7 +42,7 @@ impl LifeMarks {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has no memory for marks.
     #[inline]
-    pub fn reserve(&mut self) -> Result<()> {
+    pub(crate) fn reserve(&mut self) -> Result<()> {
         if self.spare.is_empty() { self.refill() } else { Ok(()) }
     }
 
@@ -68,23 +68,23 @@ impl LifeMarks {
     /// # Panics
     /// Without a successful [`LifeMarks::reserve`] since the last call.
     #[inline]
-    pub fn begin(&mut self) -> (Life, LifeMark) {
+    pub(crate) fn begin(&mut self) -> (Life, LifeMark) {
         let mark = self.spare.pop().expect("a mark was reserved");
         mark.0.store(true, Ordering::Relaxed);
         (Life(mark.0), mark)
     }
 
     /// Takes back a mark, to be used again once its life is over.
-    pub fn reuse(&mut self, mark: LifeMark) {
+    pub(crate) fn reuse(&mut self, mark: LifeMark) {
         if mark.is_over() && self.spare.len() < self.spare.capacity() {
             self.spare.push(mark);
         } else {
-            self.give_up(std::iter::once(mark));
+            Self::give_up(std::iter::once(mark));
         }
     }
 
     /// Gives marks to the supply of the process. Their lives need not be over.
-    pub fn give_up(&self, marks: impl IntoIterator<Item = LifeMark>) {
+    pub(crate) fn give_up(marks: impl IntoIterator<Item = LifeMark>) {
         UNUSED.lock().unwrap_or_else(PoisonError::into_inner).extend(marks);
     }
 }
@@ -92,6 +92,6 @@ impl LifeMarks {
 impl Drop for LifeMarks {
     fn drop(&mut self) {
         let spare = std::mem::take(&mut self.spare);
-        self.give_up(spare);
+        Self::give_up(spare);
     }
 }

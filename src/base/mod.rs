@@ -24,17 +24,17 @@ mod prefetch;
 mod shape;
 pub(crate) mod sync;
 
+pub(crate) use blocking::LONG_COPY;
 pub(crate) use blocking::assert_may_wait;
 pub use blocking::{
-    InterruptCheck, LONG_COPY, Section, run_blocking, set_blocking_hook, set_interrupt_check,
-    wait_interruptibly,
+    InterruptCheck, Section, run_blocking, set_blocking_hook, set_interrupt_check, wait_interruptibly,
 };
 pub use device::Device;
 pub(crate) use discarded::Discarded;
 pub use dtype::{DType, IndexDType};
 pub use epoch::Epoch;
 pub use error::{Error, ErrorKind, Facts, Result};
-pub use fallible::{
+pub(crate) use fallible::{
     check_memory, out_of_memory_error, try_collect, try_collect_each, try_extend, try_push, try_reserve,
     try_to_vec, try_with_capacity, try_zeros,
 };
@@ -46,10 +46,11 @@ pub use ids::{
 };
 pub(crate) use interpreter::unlock_interpreter;
 pub use interpreter::{InterpreterLock, set_interpreter_lock};
-pub use key_map::{KeyMap, KeySet};
-pub use large::{set_large_table_hook, table_of};
-pub use life::{Life, LifeMark, LifeMarks};
-pub use own_thread::mark_own_thread;
-pub use prefetch::prefetch;
+pub(crate) use key_map::{KeyMap, KeySet};
+pub use large::set_large_table_hook;
+pub(crate) use large::table_of;
+pub(crate) use life::{Life, LifeMark, LifeMarks};
+pub(crate) use own_thread::mark_own_thread;
+pub(crate) use prefetch::prefetch;
 pub(crate) use prefetch::prefetch_line;
 pub use shape::{Dims, MAX_NDIM, bytes_of, contiguous_strides};

@@ -8,7 +8,7 @@ thread_local! {
 
 /// Marks this thread as a thread of kvpool, on which no interpreter runs: its
 /// [`run_blocking`](super::run_blocking) sections need no hook.
-pub fn mark_own_thread() {
+pub(crate) fn mark_own_thread() {
     IS_OURS.set(true);
 }
 

@@ -6,7 +6,7 @@ const LINE: usize = 64;
 /// Prefetches a value that will be read soon, without waiting for it. Does nothing on processors other than
 /// x86-64 and 64-bit Arm.
 #[inline]
-pub fn prefetch<T>(value: &T) {
+pub(crate) fn prefetch<T>(value: &T) {
     let begin = std::ptr::from_ref(value).cast::<u8>();
     let before = begin.addr() % LINE;
     for at in (0..before + size_of::<T>()).step_by(LINE) {

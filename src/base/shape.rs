@@ -118,6 +118,12 @@ pub fn contiguous_strides(shape: &Dims) -> Dims {
 ///
 /// # Errors
 /// [`ErrorKind::Argument`](super::ErrorKind::Argument) when the size exceeds `i64`.
+///
+/// ```
+/// use kvpool::base::{DType, bytes_of};
+/// assert_eq!(bytes_of("k", &[128, 8, 64], DType::BF16).unwrap(), 128 * 8 * 64 * 2);
+/// assert!(bytes_of("k", &[usize::MAX, 2], DType::U8).is_err());
+/// ```
 pub fn bytes_of(what: &str, extents: &[usize], dtype: DType) -> Result<usize> {
     extents
         .iter()

@@ -105,7 +105,10 @@ struct End {
 ///
 /// ```
 /// use kvpool::base::DType;
-/// use kvpool::cache::{GroupPublication, GroupTree, Namespace, PolicyKind, UnitNumbers};
+/// use kvpool::cache::{
+///     CachedPage, GroupExplanation, GroupHold, GroupPublication, GroupReason, GroupTree, LeasedUnits, Namespace,
+///     PolicyKind, PublicationPlan, UnitNumbers, UnitsToFree,
+/// };
 /// use kvpool::layout::{CacheLayout, Group, GroupKind, Plane};
 /// let k = || vec![Plane::new("k", DType::BF16, &[2, 8]).unwrap()];
 /// let layout = CacheLayout::new("m", 2, vec![
@@ -115,13 +118,21 @@ struct End {
 /// let numbers = [UnitNumbers { of_unit: 1, of_slab: 4 }; 2];
 /// let mut tree = GroupTree::new(&layout, &numbers, PolicyKind::Lru, 1024, None);
 /// let prompt: &[i32] = &[5, 6, 7, 8, 9];
-/// let mut hold = tree.match_prefix(&Namespace::Unnamed, &prompt, 5).unwrap();
+/// let mut hold: GroupHold = tree.match_prefix(&Namespace::Unnamed, &prompt, 5).unwrap();
 /// // The first page is behind the window.
 /// let units = [vec![Some(3), Some(8)], vec![None, Some(4)]];
-/// let plan = tree.plan(&hold, &GroupPublication { tokens: &&prompt[..4], units: &units }).unwrap();
+/// let publication = GroupPublication { tokens: &&prompt[..4], units: &units };
+/// let plan: PublicationPlan = tree.plan(&hold, &publication).unwrap();
+/// assert_eq!((plan.fresh(), plan.duplicate_tokens), (4, 0));
 /// tree.publish(&mut hold, plan);
-/// assert_eq!(tree.units(&hold, 1).unwrap().units, [Some(4)]);
-/// assert!(tree.release(hold).is_empty());
+/// let LeasedUnits { first, units, .. } = tree.units(&hold, 1).unwrap();
+/// assert_eq!((first, units), (1, vec![Some(4)]));
+/// let freed: UnitsToFree = tree.release(hold);
+/// assert!(freed.is_empty());
+/// let pages: Vec<CachedPage> = tree.contents();
+/// assert_eq!((pages.len(), pages[1].units[0].as_slice()), (2, &[8][..]));
+/// let (len, groups): (usize, Vec<GroupExplanation>) = tree.explain(&Namespace::Unnamed, &prompt).unwrap();
+/// assert!(len == 4 && groups.iter().all(|group| matches!(group.reason, GroupReason::Complete)));
 /// assert_eq!(tree.match_prefix(&Namespace::Unnamed, &prompt, 4).unwrap().len(), 4);
 /// ```
 pub struct GroupTree {

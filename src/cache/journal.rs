@@ -41,6 +41,27 @@ pub struct EventGroup {
 }
 
 /// A change of the contents of a cache.
+///
+/// ```
+/// use kvpool::base::{Id, Page};
+/// use kvpool::cache::{BlockTokens, CacheEvent, Namespace, PolicyKind, ResumeAt, Tier, Tree};
+/// // Take BLAKE3 or SHA-256.
+/// fn digest(parts: &[&[u8]]) -> [u8; 32] {
+///     let mix = |sum: u64, &byte: &u8| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+///     [parts.concat().iter().fold(0, mix).to_le_bytes(); 4].concat().try_into().unwrap()
+/// }
+/// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8]);
+/// let mut tree = Tree::new(2, ResumeAt::AnyPage, PolicyKind::Lru.policy(1024, BlockTokens::of_page_size(2)));
+/// tree.keep_journal(digest);
+/// let mut hold = tree.match_prefix(&name, &prompt, 4).unwrap();
+/// let found = tree.find(&hold, &prompt).unwrap();
+/// tree.publish(&mut hold, found, prompt.to_vec(), &[Page::new(3), Page::new(8)]);
+/// let events = tree.take_events();
+/// let CacheEvent::Stored { tokens, parent, tier, group, .. } = &events[0] else { panic!("two pages were") };
+/// assert_eq!((tokens.as_slice(), *parent, *tier), (prompt, None, Tier::Device));
+/// assert!(group.is_none(), "a tree of pages has no groups");
+/// drop(tree.release(hold));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
     /// Consecutive pages of a prefix were stored, or consecutive units of a group.

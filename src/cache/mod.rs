@@ -46,7 +46,7 @@ pub use policy::{BlockKey, BlockTokens, History, NodeId, Policy, PolicyKind, Rem
 pub(crate) use rare_cases::fingerprint_mask;
 #[doc(hidden)]
 pub use rare_cases::set_rare_cases_frequent;
-pub use recency_list::RecencyList;
+pub(crate) use recency_list::RecencyList;
 pub use residency::{DevicePresence, EntryId, NamespaceHash, Residency};
 pub use tokens::Tokens;
 #[cfg(feature = "python")]
@@ -54,6 +54,6 @@ pub(crate) use tokens::not_a_token_error;
 pub(crate) use tree::Edges;
 pub use tree::{
     AGE_BUCKETS, Cause, Continuation, Evicted, EvictionRecord, FoundPrefix, Hold, LowerTierContents,
-    OfferedPages, OfferedPieces, OfferedState, Pressure, ResumeAt, Segment, SegmentState, Tree, TreePosition,
-    TreeStats, UsedRun, WritePolicy,
+    OfferedPages, OfferedPieces, OfferedState, Pressure, ResumeAt, Segment, SegmentState, Tree, TreeStats,
+    UsedRun, WritePolicy,
 };

@@ -11,6 +11,12 @@ use crate::base::{Id, prefetch, widen};
 
 /// A handle of a node. No other node of the tree ever has it. When a node is split in two, the deeper part
 /// keeps the handle, the end and the locks.
+///
+/// ```
+/// use kvpool::cache::NodeHandle;
+/// let handle = NodeHandle::new(7);
+/// assert_eq!(handle.number(), 7);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeHandle(u64);
 

@@ -81,6 +81,13 @@ impl Tick {
 ///
 /// A policy takes two blocks with the same key for one. If they are not, its estimate is wrong; no request
 /// gets a wrong page.
+///
+/// ```
+/// use kvpool::cache::{BlockKey, BlockTokens, PolicyKind, Tick};
+/// let mut policy = PolicyKind::Adaptive.policy(1024, BlockTokens::of_page_size(16));
+/// let remembered = policy.record_publication(BlockKey::new(0x9e37_79b9_7f4a_7c15), Tick::new(0));
+/// assert_eq!(remembered.uses, 0, "it is new");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockKey(u64);
 
@@ -129,6 +136,42 @@ pub struct Remembered {
 }
 
 /// Decides which leaf is evicted next.
+///
+/// ```
+/// use kvpool::base::{Id, Page};
+/// use kvpool::cache::{History, Namespace, NodeId, Policy, Remembered, ResumeAt, Tick, Tree};
+/// /// Evicts the leaf that became evictable last.
+/// #[derive(Debug, Default)]
+/// struct Newest(Vec<NodeId>);
+/// impl Policy for Newest {
+///     fn insert(&mut self, leaf: NodeId, _history: &History, _now: Tick) {
+///         self.0.push(leaf);
+///     }
+///     fn remove(&mut self, leaf: NodeId) {
+///         self.0.retain(|&other| other != leaf);
+///     }
+///     fn victim(&mut self, _now: Tick) -> Option<NodeId> {
+///         self.0.last().copied()
+///     }
+///     fn bytes(&self) -> usize {
+///         self.0.capacity() * size_of::<NodeId>()
+///     }
+/// }
+/// let mut tree = Tree::new(1, ResumeAt::AnyPage, Box::new(Newest::default()));
+/// for (token, page) in [(5, 1), (6, 2)] {
+///     let prompt: &[i32] = &[token];
+///     let mut hold = tree.match_prefix(&Namespace::Unnamed, &prompt, 1).unwrap();
+///     let found = tree.find(&hold, &prompt).unwrap();
+///     tree.publish(&mut hold, found, prompt.to_vec(), &[Page::new(page)]);
+///     drop(tree.release(hold));
+/// }
+/// let cause = kvpool::cache::Cause {
+///     pressure: kvpool::cache::Pressure::Alloc, at: std::time::Instant::now(),
+/// };
+/// assert_eq!(tree.evict(1, cause).pages, [Page::new(2)]);
+/// // What it remembers of pages begins their next history.
+/// assert_eq!(History::of_new(Remembered { uses: 3 }, Tick::new(0)).uses, 4);
+/// ```
 pub trait Policy: fmt::Debug + Send {
     /// Adds a leaf that has become evictable. Its history does not change until it is removed.
     fn insert(&mut self, leaf: NodeId, history: &History, now: Tick);

@@ -22,6 +22,15 @@ pub enum DevicePresence {
 }
 
 /// A hash of a namespace, for the pages of one that is asked for many times.
+///
+/// ```
+/// use kvpool::cache::{DevicePresence, EntryId, Namespace, NamespaceHash, Residency};
+/// let name = NamespaceHash::from(&Namespace::Unnamed);
+/// let mut tier = Residency::default();
+/// let entries: Vec<EntryId> =
+///     (0..3).map(|page| tier.begin([page; 32], name, page, DevicePresence::Absent)).collect();
+/// assert_eq!(entries.iter().map(|&entry| tier.place(entry)).collect::<Vec<_>>(), [0, 1, 2]);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamespaceHash(u64);
 

@@ -125,7 +125,7 @@ enum Kind {
 
 /// A position in the tree: the first `pages` pages of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TreePosition {
+pub(crate) struct TreePosition {
     node: NodeId,
     pages: usize,
     /// The number of tokens from the root to the place.
@@ -173,17 +173,18 @@ pub struct TreeStats {
 ///
 /// ```
 /// use kvpool::base::{Id, Page};
-/// use kvpool::cache::{BlockTokens, Namespace, PolicyKind, ResumeAt, Tree};
+/// use kvpool::cache::{BlockTokens, Evicted, FoundPrefix, Hold, Namespace, PolicyKind, ResumeAt, Tree, TreeStats};
 /// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8, 9]);
 /// let policy = PolicyKind::Lru.policy(1024, BlockTokens::of_page_size(2));
 /// let mut tree = Tree::new(2, ResumeAt::AnyPage, policy);
-/// let mut hold = tree.match_prefix(&name, &prompt, 5).unwrap();
-/// let found = tree.find(&hold, &prompt).unwrap();
+/// let mut hold: Hold = tree.match_prefix(&name, &prompt, 5).unwrap();
+/// let found: FoundPrefix = tree.find(&hold, &prompt).unwrap();
 /// tree.publish(&mut hold, found, prompt[..4].to_vec(), &[Page::new(3), Page::new(8)]);
-/// let removed = tree.release(hold);
+/// let removed: Evicted = tree.release(hold);
 /// assert!(removed.pages.is_empty());
 /// assert_eq!(tree.match_prefix(&name, &prompt, 3).unwrap().len(), 2);
-/// assert_eq!((tree.stats().evictable, tree.stats().locked), (2, 2));
+/// let TreeStats { evictable, locked, .. } = tree.stats();
+/// assert_eq!((evictable, locked), (2, 2));
 /// ```
 pub struct Tree {
     /// The number of tokens in a page, at least 1.

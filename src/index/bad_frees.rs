@@ -186,7 +186,7 @@ impl OnBadFree {
 ///
 /// # Errors
 /// [`ErrorKind::IndexOwnership`] when an index was dropped, for [`OnBadFree::Fail`].
-pub fn on_bad_frees(
+pub(crate) fn on_bad_frees(
     bad: BadFrees,
     on_bad: OnBadFree,
     noun: &str,

@@ -109,14 +109,16 @@ pub struct Reuse<L> {
 /// one. Taking and freeing cost a few steps, independent of the number of buffers.
 ///
 /// ```
-/// use kvpool::index::{Buckets, Rounding};
+/// use kvpool::base::BufferId;
+/// use kvpool::index::{Bucket, Buckets, IndexHandle, Reuse, Rounding};
 /// let mut buckets: Buckets<char> = Buckets::default();
-/// let bucket = Rounding::Pow2.bucket(100).unwrap();
+/// let bucket: Bucket = Rounding::Pow2.bucket(100).unwrap();
 /// assert!(buckets.take(bucket, 'a').is_none());
-/// let made = buckets.add(bucket, 'a');
+/// let made: IndexHandle<BufferId> = buckets.add(bucket, 'a');
 /// assert!(buckets.give_back(made));
 /// assert!(!buckets.give_back(made));
-/// assert_eq!(buckets.take(bucket, 'b').unwrap().after, Some('a'));
+/// let Reuse { handle, after } = buckets.take(bucket, 'b').unwrap();
+/// assert_eq!((after, handle == made), (Some('a'), false));
 /// ```
 #[derive(Clone)]
 pub struct Buckets<L> {

@@ -9,6 +9,16 @@ use super::page_size::PageSize;
 use super::slot_list::SlotList;
 
 /// The slot of the last token of each request of a batch.
+///
+/// ```
+/// use kvpool::index::{Extension, LastLoc, Order, SlotAllocator};
+/// let mut slots = SlotAllocator::new(64, 4, Order::Sorted).unwrap();
+/// let first: Extension<i32> = slots.extend(&[0], &[6], LastLoc::Known(&[0])).unwrap().expect("64 are free");
+/// assert_eq!(first.slots, [4, 5, 6, 7, 8, 9]);
+/// // The last page has two more.
+/// let next: Extension<i32> = slots.extend(&[6], &[9], LastLoc::Known(&[9])).unwrap().expect("there are more");
+/// assert_eq!((next.slots, next.continued.len()), (vec![10, 11, 12], 1));
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub enum LastLoc<'a> {
     /// One slot for each request.

@@ -62,6 +62,13 @@ impl<I: Id> Run<I> {
 }
 
 /// The choice among the runs of consecutive free indices that are long enough for a request.
+///
+/// ```
+/// use kvpool::index::{Fit, Order, SlotAllocator};
+/// let mut slots = SlotAllocator::new(64, 1, Order::Sorted).unwrap();
+/// assert_eq!(Fit::parse("best_fit").unwrap(), Fit::Best);
+/// assert_eq!(slots.alloc_contiguous::<i32>(3, Fit::Best).unwrap().unwrap(), [1, 2, 3]);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
     /// The run with the lowest indices.
@@ -86,7 +93,7 @@ impl Fit {
 
 /// When freed indices become available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FreeTiming {
+pub(crate) enum FreeTiming {
     /// Indices become available at once.
     Now,
     /// Indices become available when their fence has passed.

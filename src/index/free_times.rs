@@ -8,6 +8,21 @@ use super::mask::Mask;
 
 /// A point between two frees of a space of indices: what was taken before it is told from what is freed
 /// later.
+///
+/// ```
+/// use kvpool::base::{Id, IndexVec, Page};
+/// use kvpool::index::{Held, Moment, OnBadFree, Order, SlotAllocator};
+/// let mut slots = SlotAllocator::new(8, 1, Order::Sorted).unwrap();
+/// slots.alloc::<i32>(1).unwrap();
+/// let taken: Moment = slots.take_moment();
+/// let held = Held { since: taken, is_over: false, is_whole: true };
+/// let slot = IndexVec::I32(vec![1]);
+/// assert!(!slots.may_be_stale(&slot, held));
+/// slots.free(&slot, OnBadFree::Report).unwrap();
+/// slots.alloc::<i32>(1).unwrap();
+/// // The slot is in use, but by another owner.
+/// assert!(slots.is_freed_since(Page::new(1), taken) && slots.may_be_stale(&slot, held));
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Moment(u64);
 

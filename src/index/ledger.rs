@@ -96,6 +96,16 @@ impl CallRecord {
 }
 
 /// A guard that ends the call begun by [`CallRecord::begin`] when it is dropped.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::index::{CallGuard, CallRecord, Owner};
+/// let record = Arc::new(CallRecord::new(Some(Owner::Text("scheduler".into())), "step.rs:12"));
+/// let guard: CallGuard = Arc::clone(&record).begin();
+/// assert_eq!(CallRecord::current().to_string(), record.to_string());
+/// drop(guard);
+/// assert_ne!(CallRecord::current().to_string(), record.to_string());
+/// ```
 #[derive(Debug)]
 pub struct CallGuard {
     outer: Option<Arc<CallRecord>>,
@@ -147,6 +157,16 @@ impl IndexState {
 }
 
 /// Neighbouring indices with the same state and the same holders.
+///
+/// ```
+/// use kvpool::index::{IndexState, Ledgered, Order, SlotAllocator, Span};
+/// let mut slots = Ledgered::from(SlotAllocator::new(8, 1, Order::Sorted).unwrap());
+/// slots.open_ledger();
+/// slots.alloc::<i32>(3).unwrap();
+/// let spans = slots.spans(|_page| false);
+/// let live: &Span = spans.iter().find(|span| span.state == IndexState::Live).expect("three are");
+/// assert_eq!((live.range.clone(), live.holders.len()), (1..4, 1));
+/// ```
 #[derive(Clone, Debug)]
 pub struct Span {
     /// The indices of the span.

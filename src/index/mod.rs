@@ -45,11 +45,12 @@ mod slot_list;
 mod unit_tables;
 
 pub use address_space::AddressSpace;
-pub use bad_frees::{BadFree, BadFrees, OnBadFree, on_bad_frees};
+pub(crate) use bad_frees::on_bad_frees;
+pub use bad_frees::{BadFree, BadFrees, OnBadFree};
 pub use bitmap::Bitmap;
 pub use buckets::{Bucket, Buckets, Reuse, Rounding};
 pub use extension::{Extension, LastLoc};
-pub use free_list::{Fit, FreeList, FreeTiming, Order, Run};
+pub use free_list::{Fit, FreeList, Order, Run};
 pub use free_times::Moment;
 pub use ledger::{Attribution, CallGuard, CallRecord, IndexState, LIFETIME_BUCKETS, Ledger, Owner, Span};
 pub use ledgered::Ledgered;

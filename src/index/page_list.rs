@@ -237,6 +237,19 @@ impl PageList {
 }
 
 /// The runs of a range of a [`PageList`]. The last one may be empty.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::{Id, Page};
+/// use kvpool::index::{PageList, Runs};
+/// let mut pages = PageList::default();
+/// pages.share(Arc::new(vec![Page::new(3), Page::new(4)]));
+/// pages.push(Page::new(9));
+/// let mut runs: Runs<'_> = pages.runs(1..3);
+/// assert_eq!(runs.next(), Some(&[Page::new(4)][..]));
+/// assert_eq!(runs.next(), Some(&[Page::new(9)][..]));
+/// assert_eq!(runs.next(), None);
+/// ```
 #[derive(Clone, Debug)]
 pub struct Runs<'a> {
     shared: std::slice::Iter<'a, Arc<Vec<Page>>>,

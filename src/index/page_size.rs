@@ -2,6 +2,14 @@
 
 /// The number of slots in a page. A power of two divides positions by a shift, which pays several times per
 /// request.
+///
+/// ```
+/// use kvpool::index::{Order, PageSize, Requests, SlotAllocator};
+/// let slots = SlotAllocator::new(64, 16, Order::Sorted).unwrap();
+/// let page_size: PageSize = Requests::new(4, &slots).unwrap().page_size();
+/// assert_eq!((page_size.page(35), page_size.offset(35)), (2, 3));
+/// assert_eq!((page_size.pages(35), page_size.last_page_len(35)), (3, 3));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageSize {
     /// The number of slots, at least 1.

@@ -39,6 +39,19 @@ impl<I: Id> IndexHandle<I> {
 }
 
 /// An index without references, which stays in use until [`RefCounts::give_back`].
+///
+/// ```
+/// use kvpool::base::{ChunkId, Id, PoolPage};
+/// use kvpool::index::{IndexHandle, RefCounts, Returning};
+/// let mut pages: RefCounts<PoolPage> = RefCounts::default();
+/// pages.extend(2).unwrap();
+/// pages.offer(0..2);
+/// let page: IndexHandle<PoolPage> = pages.take().expect("two are free");
+/// let returning: Returning<PoolPage> = pages.release(page).unwrap().expect("nobody else has it");
+/// assert_eq!(pages.available(), 1, "it is in use until it is given back");
+/// pages.give_back(returning);
+/// assert_eq!((pages.available(), pages.references(page)), (2, 0));
+/// ```
 #[derive(Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Returning<I>(I);

@@ -61,6 +61,31 @@ impl Request {
 }
 
 /// The requested growth of one request in a batch. Only the row is checked.
+///
+/// ```
+/// use kvpool::base::{Id, IndexVec, RequestRow};
+/// use kvpool::index::{AbandonedRequest, Growth, GrowthRequest, Ledgered, OnBadFree, Order, Requests};
+/// use kvpool::index::{RowExtent, RowTable, SlotAllocator};
+/// let mut rows = RowTable::<RequestRow>::new(1, 4).unwrap();
+/// let mut slots = Ledgered::from(SlotAllocator::new(64, 4, Order::Sorted).unwrap());
+/// let mut requests = Requests::new(5, &slots).unwrap();
+/// let RowExtent { row, .. } = rows.alloc_one().expect("four are free");
+/// let named = IndexVec::I64(vec![row.number().into()]);
+/// requests.resolve_rows(&named, &rows).unwrap();
+/// let growth: Growth = requests.growth(row, 0, 6).expect("it has no tokens");
+/// assert_eq!((growth.new_pages, growth.new_tokens()), (2, 6));
+/// assert!(requests.grow(&[growth], &mut [], &mut slots).unwrap());
+///
+/// let wrong = GrowthRequest { position: 0, row, prefix: 7, seq: 8 };
+/// assert!(requests.growth(row, wrong.prefix, wrong.seq).is_none());
+/// assert!(requests.growth_error(wrong).to_string().contains("has 6 tokens"));
+///
+/// // The row is freed without the pages.
+/// rows.free(&named, OnBadFree::Report).unwrap();
+/// requests.find_abandoned(&rows);
+/// let abandoned: &AbandonedRequest = &requests.abandoned()[0];
+/// assert_eq!((abandoned.len, abandoned.own_pages().len()), (6, 2));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GrowthRequest {
     /// The position of the request in the batch.

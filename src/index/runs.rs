@@ -152,6 +152,12 @@ pub fn for_each_run(values: &IndexVec, visit: impl FnMut(i64, usize)) {
 /// # Errors
 /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when a start or a length does not fit int32,
 /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate the list.
+///
+/// ```
+/// use kvpool::base::IndexVec;
+/// use kvpool::index::ascending_runs;
+/// assert_eq!(ascending_runs(&IndexVec::I32(vec![4, 5, 6, 9])).unwrap(), [4, 3, 9, 1]);
+/// ```
 pub fn ascending_runs(values: &IndexVec) -> Result<Vec<i32>> {
     let mut flat = Vec::new();
     let (mut unfit, mut reserved) = (None, Ok(()));

@@ -33,6 +33,19 @@ pub use held::Held;
 pub struct FenceId(u64);
 
 /// Statistics of a [`SlotAllocator`], in slots unless the name says otherwise.
+///
+/// ```
+/// use kvpool::base::IndexVec;
+/// use kvpool::index::{FenceId, OnBadFree, Order, SlotAllocator, SlotStats};
+/// let mut slots = SlotAllocator::new(64, 16, Order::Sorted).unwrap();
+/// slots.alloc::<i32>(20).unwrap();
+/// let fence: FenceId = slots.new_fence();
+/// slots.free_after(fence, &IndexVec::I32(vec![16]), OnBadFree::Report).unwrap();
+/// let SlotStats { available, in_use, fenced, .. } = slots.stats();
+/// assert_eq!((available, in_use, fenced), (32, 32, 16));
+/// slots.fence_passed(fence);
+/// assert_eq!(slots.stats().available, 48);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotStats {
     /// Slots that can be in use at once.

@@ -317,13 +317,15 @@ struct UnitRequest {
 ///
 /// ```
 /// use kvpool::base::{DType, Id, RequestRow};
-/// use kvpool::index::{SlabUnits, Slabs, UnitGrowth, UnitRule, UnitTables};
+/// use kvpool::index::{AdoptedUnits, KeptUnits, SlabCounts, SlabUnits, Slabs, UnitGrowth, UnitRule, UnitTables};
 /// use kvpool::layout::{Group, GroupKind, Plane};
 /// let k = vec![Plane::new("k", DType::U8, &[8]).unwrap()];
 /// let window = Group::new("window", GroupKind::Window { tokens: 4, sinks: 0 }, &[0], k).unwrap();
 /// let mut slabs = Slabs::new(9, &[SlabUnits { units: 1, numbers: 1, floor: 0 }]).unwrap();
 /// let mut tables = UnitTables::new(2, 4, vec![UnitRule::new(&window, 4, 64, 1).unwrap()]).unwrap();
 /// let row = RequestRow::new(1);
+/// // Nothing of a cache is kept for it.
+/// tables.adopt(row, 0, &[AdoptedUnits::default()]);
 /// let grow = |tables: &mut UnitTables, slabs: &mut Slabs, had, seq| {
 ///     tables.grow(&[UnitGrowth { row, had, prefix: had, seq }], slabs).unwrap().unwrap();
 ///     tables.kept(0, row).len()
@@ -331,7 +333,10 @@ struct UnitRequest {
 /// assert_eq!(grow(&mut tables, &mut slabs, 0, 16), 4);
 /// // The token at position 16 sees positions 13 to 16: pages 3 and 4.
 /// assert_eq!(grow(&mut tables, &mut slabs, 16, 17), 2);
-/// assert_eq!(slabs.held(), 2);
+/// let kept: KeptUnits = tables.kept(0, row);
+/// assert_eq!((kept.len(), slabs.held()), (2, 2));
+/// let SlabCounts { in_use, high_water, .. } = slabs.counts(0);
+/// assert_eq!((in_use, high_water), (2, 4));
 /// ```
 #[derive(Clone)]
 pub struct UnitTables {

@@ -162,6 +162,14 @@ pub(crate) fn check_ints(dtype: DType) -> Result<()> {
 /// [`ErrorKind::Type`](crate::base::ErrorKind::Type) when it has no integers of 16 bits or more,
 /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) when it is not in host memory,
 /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the copy cannot be allocated.
+///
+/// ```
+/// use kvpool::base::IndexVec;
+/// use kvpool::kernels::read_indices;
+/// use kvpool::tensor::TensorView;
+/// let tensor = TensorView::from_indices(IndexVec::I32(vec![7, 8]));
+/// assert_eq!(read_indices(&tensor.borrow()).unwrap(), IndexVec::I32(vec![7, 8]));
+/// ```
 pub fn read_indices(tensor: &BorrowedTensor<'_>) -> Result<IndexVec> {
     tensor.check_on(Device::Cpu, "the index tensor")?;
     match tensor.dtype() {

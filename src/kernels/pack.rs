@@ -10,6 +10,25 @@ use crate::memory::{BorrowedTensor, Gpu, Stream};
 use super::threads::run_in_parts;
 
 /// The direction of a copy between a tensor and contiguous memory.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::DType;
+/// use kvpool::kernels::Direction;
+/// use kvpool::memory::{Backend, Host, Region, Stream};
+/// use kvpool::pool::{Attempt, ChunkConfig, ChunkPool};
+/// let config = ChunkConfig {
+///     num_chunks: 2, chunk_shape: vec![4], dtype: DType::I32, pin_memory: false, page_lock_threads: 1,
+///     strict: false,
+/// };
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let pool = ChunkPool::new(&config, &host).unwrap();
+/// let Attempt::Taken(chunks) = pool.try_allocate(1).unwrap() else { panic!("there are two") };
+/// let region = Arc::new(Region::copy_of(&[1, 2, 3, 4]).unwrap());
+/// let tensor = kvpool::tensor::TensorView::contiguous(region, 0, DType::I32, &[4]).unwrap();
+/// // From the tensor to the chunk.
+/// pool.copy(chunks[0], &tensor.borrow(), Direction::Pack, Stream::DEFAULT).unwrap();
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Copies from the tensor to contiguous memory.

@@ -15,6 +15,22 @@ use super::row_copy::{AHEAD, RowCopy};
 use super::threads::run_in_parts;
 
 /// A buffer of equal rows `[rows, heads, dim]` within a region, one behind the other.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::DType;
+/// use kvpool::kernels::{PlaneRows, RowBuffer};
+/// use kvpool::layout::{Group, GroupKind, GroupPlacement, Plane, PlaneOrder};
+/// use kvpool::memory::{Host, Region};
+/// let k = Plane::new("k", DType::BF16, &[2, 64]).unwrap();
+/// let group = Group::new("full", GroupKind::Full, &[0], vec![k]).unwrap();
+/// let order = PlaneOrder::PlaneByPlane { plane: 64, layer: 64 };
+/// let placement = GroupPlacement::new(&group, 128, order).unwrap();
+/// let region = Arc::new(Region::new(Arc::new(Host), placement.end()).unwrap());
+/// let rows = PlaneRows { runs: placement.planes()[0], row: [2, 64], dtype: DType::BF16 };
+/// let buffer = RowBuffer::new(region, &rows, 0).unwrap();
+/// assert_eq!(buffer.shape(), [128, 2, 64]);
+/// ```
 #[derive(Clone, Debug)]
 pub struct RowBuffer {
     region: Arc<Region>,

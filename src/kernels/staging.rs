@@ -16,6 +16,15 @@ use crate::base::sync::lock;
 use crate::memory::{ALIGNMENT, Contents, CopyDirection, Cuda, Event, Gpu, Region, SideStream, Stream};
 
 /// Parts of device memory, which are filled and emptied in turn, for copies in one direction.
+///
+/// ```
+/// use kvpool::kernels::StagingArea;
+/// use kvpool::memory::{CopyDirection, Gpu};
+/// if let Ok(gpu) = Gpu::open(0) {
+///     let [out, into] = StagingArea::of_tier(&gpu, 3 << 20).unwrap();
+///     let _ = (out, into, StagingArea::new(&gpu, CopyDirection::In, 1 << 20).unwrap());
+/// }
+/// ```
 #[derive(Debug)]
 pub struct StagingArea {
     gpu: Arc<Gpu>,

@@ -373,11 +373,10 @@ impl Group {
     ///
     /// ```
     /// use kvpool::base::DType;
-    /// use kvpool::layout::{Group, GroupKind, Plane};
+    /// use kvpool::layout::{Group, GroupKind, Plane, PrefixUnits};
     /// let k = vec![Plane::new("k", DType::BF16, &[8, 64]).unwrap()];
     /// let group = Group::new("window", GroupKind::Window { tokens: 33, sinks: 4 }, &[0], k).unwrap();
-    /// let needed = group.prefix_units(160, 16).unwrap();
-    /// assert_eq!((needed.sinks, needed.units), (1, 8..10));
+    /// assert_eq!(group.prefix_units(160, 16), Some(PrefixUnits { sinks: 1, units: 8..10 }));
     /// ```
     #[must_use]
     pub fn prefix_units(&self, tokens: usize, page_size: usize) -> Option<PrefixUnits> {

@@ -26,6 +26,17 @@ impl Default for SlabOptions {
 /// planes side by side where their bytes differ. Every unit of a run takes `unit_step` bytes, which divide the
 /// slab; so a run is one ordinary tensor over all slabs, in which unit `i` of slab `s` has the number
 /// `s * numbers + i`.
+///
+/// ```
+/// use kvpool::base::DType;
+/// use kvpool::layout::{CacheLayout, Group, GroupKind, Plane, SlabGroup, SlabLayout, SlabOptions};
+/// let k = vec![Plane::new("k", DType::BF16, &[2, 64]).unwrap()];
+/// let full = Group::new("full", GroupKind::Full, &[0, 1], k).unwrap();
+/// let layout = CacheLayout::new("a model", 16, vec![full]).unwrap();
+/// let slabs = SlabLayout::choose(&layout, 1 << 20, SlabOptions::default()).unwrap();
+/// let group: &SlabGroup = &slabs.groups()[0];
+/// assert!(group.usable() > 0);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlabGroup {
     /// Units of a slab.

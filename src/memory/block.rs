@@ -42,6 +42,14 @@ impl Block {
 }
 
 /// The initial contents of a new block. Pageable host memory is zeroed in any case.
+///
+/// ```
+/// use kvpool::memory::{Backend, Block, Contents, Host, StreamSet};
+/// let block: Block = Host.allocate(4096, Contents::Zeros).unwrap();
+/// assert_eq!((block.bytes(), block.address().as_ptr().addr() % 64), (4096, 0));
+/// // SAFETY: `Host` has allocated the block, and nothing uses it.
+/// unsafe { Host.deallocate(block, &StreamSet::default()) };
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contents {
     /// Zeros, for every stream: allocating device memory waits for the device.

@@ -16,6 +16,18 @@ use super::{Stream, StreamSet};
 /// A tensor that its owner keeps alive for `'a`: address, dtype, device, shape and strides (in elements).
 ///
 /// Other threads and devices may write the memory at any time, so it is accessed through raw copies only.
+///
+/// ```
+/// use kvpool::base::{DType, Device, Dims};
+/// use kvpool::memory::BorrowedTensor;
+/// let mut values = [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0];
+/// let address = std::ptr::NonNull::from(&mut values).cast();
+/// let (shape, strides) = (Dims::new(&[2, 3]).unwrap(), Dims::new(&[3, 1]).unwrap());
+/// // SAFETY: the six elements live longer than the tensor.
+/// let tensor = unsafe { BorrowedTensor::new(address, DType::F32, Device::Cpu, shape, strides) };
+/// assert!(tensor.is_contiguous());
+/// assert!(tensor.check_on(Device::Cuda(0), "k").is_err());
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct BorrowedTensor<'a> {
     address: NonNull<u8>,

@@ -17,5 +17,5 @@ pub use event::Event;
 pub(crate) use gpu::Function;
 pub use gpu::{CopyDirection, Gpu, SideStream};
 pub use host_wait::HostWait;
-pub use page_lock::PageLock;
+pub(crate) use page_lock::PageLock;
 pub(crate) use parked::release_parked;

@@ -95,6 +95,15 @@ pub(super) unsafe fn unmap(address: NonNull<u8>, bytes: usize) {
 
 /// Asks for huge pages at addresses of this process, where whole ones fit. A large table that is read at
 /// random then costs a miss of the processor's cache for each line, and not another one for its address.
+///
+/// ```
+/// # #[cfg(target_os = "linux")] {
+/// use kvpool::memory::prefer_huge_pages;
+/// let table: Vec<u64> = Vec::with_capacity(1 << 20);
+/// let begin = table.as_ptr().addr();
+/// prefer_huge_pages(begin..begin + (8 << 20)); // before anything is written
+/// # }
+/// ```
 #[cfg(target_os = "linux")]
 pub fn prefer_huge_pages(addresses: Range<usize>) {
     let page = super::system_pages::transparent_huge_page_size();

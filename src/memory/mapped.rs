@@ -28,6 +28,15 @@ pub enum PageKind {
 /// If the system does not provide one of these, the memory is allocated without it, and
 /// [`MappedHost::take_notes`] reports it. Use [`Host`](super::Host) for small or pageable memory,
 /// [`PageLockedHost`](super::PageLockedHost) for memory page-locked at once.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::memory::{MappedHost, PageKind, Region, system_page_size};
+/// let backend = Arc::new(MappedHost::new(None, PageKind::Ordinary).unwrap());
+/// let region = Region::new(backend.clone(), 1 << 20).unwrap();
+/// assert!(region.address().as_ptr().addr().is_multiple_of(system_page_size()));
+/// assert!(!backend.has_huge_pages() && backend.take_notes().is_empty());
+/// ```
 #[derive(Debug, Default)]
 pub struct MappedHost {
     numa_node: Option<usize>,

@@ -4,6 +4,14 @@ use std::fs::read_to_string;
 use std::path::{Path, PathBuf};
 
 /// A bound of the host memory that this process may use.
+///
+/// ```
+/// use kvpool::memory::MemoryLimit;
+/// match MemoryLimit::now() {
+///     Some(limit @ (MemoryLimit::Container(_) | MemoryLimit::Machine(_))) => assert!(limit.bytes() > 0),
+///     None => (), // the system does not tell
+/// }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryLimit {
     /// The smallest limit of the control groups of this process, in bytes.

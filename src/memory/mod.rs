@@ -44,8 +44,9 @@ pub use backend::Backend;
 pub use block::{ALIGNMENT, Block, Contents};
 pub use borrowed::BorrowedTensor;
 pub(crate) use cuda::Function;
+pub(crate) use cuda::PageLock;
 pub(crate) use cuda::release_parked;
-pub use cuda::{CopyDirection, Event, Gpu, HostWait, PageLock, SideStream};
+pub use cuda::{CopyDirection, Event, Gpu, HostWait, SideStream};
 pub use device_memory::{Cuda, PageLockedHost};
 pub(crate) use file_lock::{FileLock, TryLockResult, this_user};
 pub(crate) use fingerprint::Fingerprint;
@@ -78,6 +79,19 @@ use crate::base::{Device, Result};
 pub type Keep = Arc<dyn KeepAlive>;
 
 /// An owner that a [`Keep`] can hold.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::memory::{Keep, KeepAlive};
+/// fn owner_of<T: KeepAlive>(bytes: T) -> Keep {
+///     Arc::new(bytes)
+/// }
+/// let bytes = Arc::new([0_u8; 64]);
+/// let keep = owner_of(Arc::clone(&bytes));
+/// assert_eq!(Arc::strong_count(&bytes), 2);
+/// drop(keep);
+/// assert_eq!(Arc::strong_count(&bytes), 1);
+/// ```
 pub trait KeepAlive: Debug + Any + Send + Sync {}
 
 impl<T: Debug + Any + Send + Sync> KeepAlive for T {}

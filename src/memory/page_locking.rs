@@ -83,6 +83,46 @@ pub enum PageLockEvent {
 }
 
 /// Page-locking in progress. Dropping this calls [`PageLockSink::end`].
+///
+/// ```
+/// use std::ops::Range;
+/// use std::sync::Arc;
+/// use std::time::Duration;
+/// use kvpool::base::ErrorKind;
+/// use kvpool::memory::{
+///     Gpu, MappedHost, PageLockEvent, PageLockProgress, PageLockSink, PageLocking, Region, page_lock,
+/// };
+/// #[derive(Debug)]
+/// struct Pages;
+/// impl PageLockSink for Pages {
+///     fn offer(&self, _bytes: &Range<usize>, _is_page_locked: bool) {} // copies may use them from now on
+///     fn end(&self) {}
+/// }
+/// # fn main() -> kvpool::base::Result<()> {
+/// let gpu = match Gpu::any() {
+///     Ok(gpu) => gpu,
+///     Err(error) if error.kind() == ErrorKind::BackendUnavailable => return Ok(()),
+///     Err(error) => return Err(error),
+/// };
+/// let region = Arc::new(Region::new(Arc::new(MappedHost::default()), 1 << 20)?);
+/// let pages: Arc<dyn PageLockSink> = Arc::new(Pages);
+/// let steps = vec![0..1 << 19, 1 << 19..1 << 20];
+/// let locking = PageLocking::start(&gpu, &region, steps, 2, Arc::downgrade(&pages));
+/// let mut done = 0;
+/// loop {
+///     match locking.next(Duration::from_secs(60)) {
+///         PageLockEvent::Step(PageLockProgress { done: bytes, .. }) => done = bytes,
+///         PageLockEvent::TimedOut => panic!("a minute is long"),
+///         PageLockEvent::Finished => break,
+///     }
+/// }
+/// assert_eq!(done, 1 << 20);
+/// // At once, for a region that nobody uses yet:
+/// let other = Region::new(Arc::new(MappedHost::default()), 4096)?;
+/// page_lock(&gpu, &other, &[0..4096])?;
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct PageLocking(Arc<Job>);
 

@@ -46,6 +46,18 @@ impl Plain for bool {}
 impl Plain for crate::base::Page {}
 
 /// An element type for which every bit pattern is valid.
+///
+/// ```
+/// use kvpool::memory::{Number, Plain, Region};
+/// fn bytes_of_copy<T: Plain>(values: &[T]) -> usize {
+///     Region::copy_of(values).unwrap().bytes()
+/// }
+/// fn zero<T: Number + From<bool>>() -> T {
+///     T::from(false)
+/// }
+/// assert_eq!(bytes_of_copy(&[zero::<i64>(), 1]), 16);
+/// assert_eq!(bytes_of_copy(&[true, false]), 2);
+/// ```
 pub trait Number: Plain {}
 
 impl Number for i32 {}
@@ -80,6 +92,17 @@ enum Origin {
 /// The ranges of a region whose parts were dropped, in the order of dropping.
 ///
 /// Dropping a part only records its range here: that may happen on any thread, at any time.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::memory::{Host, Region, ReturnedParts};
+/// let whole = Arc::new(Region::new(Arc::new(Host), 4096).unwrap());
+/// let returned = Arc::new(ReturnedParts::default());
+/// let part = Region::part(&whole, 1024..2048, &returned).unwrap();
+/// assert_eq!((part.bytes(), returned.take()), (1024, vec![]));
+/// drop(part);
+/// assert_eq!(returned.take(), [1024..2048]);
+/// ```
 #[derive(Debug, Default)]
 pub struct ReturnedParts(Mutex<Vec<Range<usize>>>);
 

@@ -8,6 +8,16 @@ use crate::base::{DType, Device, Dims, Error, Result, contiguous_strides};
 use super::{BorrowedTensor, Stream, StreamSet};
 
 /// Bytes of a region, within its bounds.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::memory::{Host, Region, RegionRange};
+/// let region = Region::new(Arc::new(Host), 4096).unwrap();
+/// let range: RegionRange<'_> = region.range(256, 64).unwrap();
+/// assert_eq!(range.address().as_ptr().addr(), region.address().as_ptr().addr() + 256);
+/// assert_eq!(range.tensor().unwrap().shape().as_slice(), [64]);
+/// assert!(region.range(4090, 64).is_err());
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct RegionRange<'a> {
     address: NonNull<u8>,

@@ -35,6 +35,16 @@ pub struct StreamSet {
 }
 
 /// A stream that uses memory.
+///
+/// ```
+/// use kvpool::memory::{Stream, StreamSet, StreamUser, TakenStreams};
+/// let users = StreamSet::default();
+/// users.record(Stream::DEFAULT);
+/// let taken: TakenStreams<'_> = users.take(|user: &StreamUser| !user.is_kept);
+/// assert_eq!(taken.before(), [Stream::DEFAULT]);
+/// taken.forget(); // the memory was given to work that comes behind theirs
+/// assert!(users.streams().is_empty());
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StreamUser {
     /// The stream.

@@ -75,7 +75,7 @@ pub struct ArenaPlan {
 /// use kvpool::base::{DType, IndexVec};
 /// use kvpool::layout::{CacheLayout, Group, GroupKind, Plane, SlabOptions};
 /// use kvpool::memory::{Backend, Host, Stream};
-/// use kvpool::pool::{ArenaPlanner, ArenaPlannerConfig, CacheArena, CacheArenaConfig, PlanArray};
+/// use kvpool::pool::{ArenaPlan, ArenaPlanner, ArenaPlannerConfig, CacheArena, CacheArenaConfig, PlanArray};
 /// let k = || vec![Plane::new("k", DType::U8, &[8]).unwrap()];
 /// let layout = CacheLayout::new("m", 4, vec![
 ///     Group::new("full", GroupKind::Full, &[0], k()).unwrap(),
@@ -96,7 +96,8 @@ pub struct ArenaPlan {
 /// ).unwrap();
 /// let row = IndexVec::I64(vec![planner.alloc(1).unwrap().unwrap()[0].into()]);
 /// planner.extend(&row, &[0], &[16], None, stream).unwrap().unwrap();
-/// let plan = planner.decode(&row, &IndexVec::I64(vec![17]), 1, None, stream).unwrap().unwrap();
+/// let plan: ArenaPlan =
+///     planner.decode(&row, &IndexVec::I64(vec![17]), 1, None, stream).unwrap().unwrap();
 /// let units = |group| planner.array(&plan, PlanArray::KvIndices(group)).unwrap().unwrap().shape().as_slice()[0];
 /// assert_eq!((units(0), units(1)), (5, 2));
 /// ```

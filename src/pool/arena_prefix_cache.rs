@@ -34,6 +34,43 @@ pub struct ArenaPrefixCacheConfig {
 }
 
 /// The tiers below an [`ArenaPrefixCache`].
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::DType;
+/// use kvpool::cache::{Namespace, PolicyKind};
+/// use kvpool::layout::{CacheLayout, Group, GroupKind, Plane, SlabOptions};
+/// use kvpool::memory::{Backend, Host};
+/// use kvpool::pool::{
+///     ArenaFetch, ArenaHostTier, ArenaHostTierConfig, ArenaLowerTier, ArenaPrefixCache, ArenaPrefixCacheConfig,
+///     CacheArena, CacheArenaConfig,
+/// };
+/// let k = vec![Plane::new("k", DType::BF16, &[2, 64]).unwrap()];
+/// let full = Group::new("full", GroupKind::Full, &[0], k).unwrap();
+/// let config = CacheArenaConfig {
+///     layout: CacheLayout::new("a model", 2, vec![full]).unwrap(),
+///     arena_bytes: 1 << 16, floors: Vec::new(), slabs: SlabOptions::default(), strict: true,
+/// };
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let arena = Arc::new(CacheArena::new(&config, &host).unwrap());
+/// let config = ArenaHostTierConfig {
+///     tier_bytes: 1 << 18, pin_memory: false, page_lock_threads: 1, staging_bytes: 0,
+/// };
+/// // Take BLAKE3 or SHA-256.
+/// fn digest(parts: &[&[u8]]) -> [u8; 32] {
+///     let mix = |sum: u64, &byte: &u8| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+///     [parts.concat().iter().fold(0, mix).to_le_bytes(); 4].concat().try_into().unwrap()
+/// }
+/// let tier = Arc::new(ArenaHostTier::new(&config, &arena, &host).unwrap());
+/// let below = ArenaLowerTier { host: tier, digest, store: None };
+/// let config = ArenaPrefixCacheConfig { policy: PolicyKind::Lru, events: None };
+/// let cache = ArenaPrefixCache::with_tier(config, arena, Some(below)).unwrap();
+/// let prompt: &[i32] = &[5, 6, 7, 8];
+/// let lease = cache.match_prefix(&Namespace::Unnamed, &prompt, 4).unwrap();
+/// assert_eq!((lease.len().unwrap(), lease.loadable().unwrap()), (0, 0));
+/// let fetch: ArenaFetch = cache.fetch(&Namespace::Unnamed, &prompt, 4).unwrap();
+/// assert!(fetch.is_over() && fetch.is_empty(), "there is no store");
+/// ```
 #[derive(Clone, Debug)]
 pub struct ArenaLowerTier {
     /// Host memory, for this cache alone.
@@ -94,7 +131,10 @@ pub struct CachedUnits {
 /// use kvpool::cache::{Namespace, PolicyKind};
 /// use kvpool::layout::{CacheLayout, Group, GroupKind, Plane, SlabOptions};
 /// use kvpool::memory::{Backend, Host};
-/// use kvpool::pool::{ArenaPrefixCache, ArenaPrefixCacheConfig, CacheArena, CacheArenaConfig};
+/// use kvpool::pool::{
+///     ArenaLease, ArenaPrefixCache, ArenaPrefixCacheConfig, ArenaPrefixCounts, ArenaPublished, CacheArena,
+///     CacheArenaConfig, CachedUnits,
+/// };
 /// let k = || vec![Plane::new("k", DType::BF16, &[2, 64]).unwrap()];
 /// let layout = CacheLayout::new("a model with a window", 2, vec![
 ///     Group::new("full", GroupKind::Full, &[0], k()).unwrap(),
@@ -109,14 +149,19 @@ pub struct CachedUnits {
 /// let cache = ArenaPrefixCache::new(config, Arc::clone(&arena)).unwrap();
 ///
 /// let prompt: &[i32] = &[5, 6, 7, 8, 9];
-/// let lease = cache.match_prefix(&Namespace::Unnamed, &prompt, 4).unwrap();
+/// let lease: Arc<ArenaLease> = cache.match_prefix(&Namespace::Unnamed, &prompt, 4).unwrap();
 /// assert_eq!(lease.len().unwrap(), 0);
 /// let taken = arena.alloc(&[2, 1]).unwrap().unwrap();
 /// // The window's first page is behind it.
 /// let units = [taken[0].iter().copied().map(Some).collect(), vec![None, Some(taken[1][0])]];
-/// assert_eq!(lease.publish(&&prompt[..4], &units).unwrap().length, 4);
+/// let published: ArenaPublished = lease.publish(&&prompt[..4], &units).unwrap();
+/// assert_eq!((published.length, published.duplicates), (4, 0));
 /// drop(lease);
 /// assert_eq!(cache.match_prefix(&Namespace::Unnamed, &prompt, 4).unwrap().len().unwrap(), 4);
+/// let ArenaPrefixCounts { lookups, hit_tokens, .. } = cache.counts();
+/// assert_eq!((lookups, hit_tokens), (2, 4));
+/// let CachedUnits { units, tokens, .. } = cache.group_counts(0).unwrap();
+/// assert_eq!((units, tokens), (2, 4));
 /// ```
 pub struct ArenaPrefixCache {
     core: Arc<ArenaCacheCore>,

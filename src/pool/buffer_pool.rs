@@ -13,6 +13,18 @@ use crate::memory::{
 use super::contract::{Occupancy, Pool, Stats};
 
 /// A buffer that was handed out.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::index::Rounding;
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{Buffer, BufferConfig, BufferPool};
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let pool = BufferPool::new(&BufferConfig { rounding: Rounding::Pow2 }, &host);
+/// let buffer: Buffer = pool.alloc(100, Stream::DEFAULT).unwrap();
+/// assert_eq!((buffer.bytes(), buffer.region().bytes()), (100, 128));
+/// pool.release(buffer.handle()).unwrap();
+/// ```
 #[derive(Clone, Debug)]
 pub struct Buffer {
     handle: IndexHandle<BufferId>,

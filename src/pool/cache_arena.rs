@@ -116,6 +116,41 @@ impl Drop for Filling<'_> {
 ///
 /// An arena calls it without holding a lock, from the threads that are short, possibly several at once. It may use
 /// the arena.
+///
+/// ```
+/// use std::sync::{Arc, Mutex};
+/// use kvpool::base::{DType, Result};
+/// use kvpool::layout::{CacheLayout, Group, GroupKind, Plane, SlabOptions};
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{CacheArena, CacheArenaConfig, ReclaimUnits};
+/// struct Spare {
+///     arena: Arc<CacheArena>,
+///     units: Mutex<Vec<i64>>,
+/// }
+/// impl ReclaimUnits for Spare {
+///     fn reclaim_units(&self, _wanted: &[usize], _stream: Stream) -> Result<bool> {
+///         let units = std::mem::take(&mut *self.units.lock().unwrap());
+///         self.arena.free(0, &units)?;
+///         Ok(!units.is_empty())
+///     }
+/// }
+/// let k = vec![Plane::new("k", DType::BF16, &[2, 64]).unwrap()];
+/// let full = Group::new("full", GroupKind::Full, &[0], k).unwrap();
+/// let config = CacheArenaConfig {
+///     layout: CacheLayout::new("a model", 16, vec![full]).unwrap(),
+///     arena_bytes: 1 << 16, floors: Vec::new(), slabs: SlabOptions::default(), strict: true,
+/// };
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let arena = Arc::new(CacheArena::new(&config, &host).unwrap());
+/// let mut taken = Vec::new();
+/// while let Some(units) = arena.alloc(&[1]).unwrap() {
+///     taken.push(i64::from(units[0][0]));
+/// }
+/// let spare = Spare { arena: Arc::clone(&arena), units: Mutex::new(taken) };
+/// let spare: Arc<dyn ReclaimUnits> = Arc::new(spare);
+/// arena.on_shortage(&spare);
+/// assert!(arena.alloc(&[1]).unwrap().is_some());
+/// ```
 pub trait ReclaimUnits: Send + Sync {
     /// Frees units that it holds until `wanted`, one number of units' numbers a group, fits the arena
     /// ([`CacheArena::missing`] is 0), or nothing more can be freed. Returns whether it freed any.

@@ -128,6 +128,22 @@ pub struct Piece {
 }
 
 /// The units of a pool.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::index::IndexState;
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{AllocatorConfig, Occupancy, Piece, Pool, Stats, TokenToKvPoolAllocator};
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let slots = TokenToKvPoolAllocator::new(&AllocatorConfig::new(16), &host).unwrap();
+/// drop(slots.alloc(3, Stream::DEFAULT).unwrap().expect("16 are free").keep());
+/// let Occupancy { pieces, lifetimes } = slots.occupancy();
+/// let live = |piece: &&Piece| piece.state == IndexState::Live;
+/// assert_eq!(pieces.iter().find(live).map(|piece| piece.range.clone()), Some(1..4));
+/// assert!(lifetimes.is_empty(), "without a ledger");
+/// let stats: Stats = Pool::stats(&slots);
+/// assert_eq!((stats.get("in_use"), stats.get("capacity")), (Some(3), Some(16)));
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct Occupancy {
     /// Spans that cover all units, in order.

@@ -11,6 +11,21 @@ use crate::kernels::{Fetcher, PendingFetch};
 use crate::memory::{BorrowedTensor, Event, Gpu, Keep, Stream};
 
 /// The meaning of the values of a free.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::IndexVec;
+/// use kvpool::kernels::Indices;
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{AllocatorConfig, FreedAs, TokenToKvPoolAllocator};
+/// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
+/// let config = AllocatorConfig { page_size: 4, ..AllocatorConfig::new(16) };
+/// let slots = TokenToKvPoolAllocator::new(&config, &host).unwrap();
+/// drop(slots.alloc(8, stream).unwrap().expect("16 are free").keep());
+/// let pages = Indices::Host(IndexVec::I32(vec![1, 2]));
+/// slots.free_pages(&[pages], &[None], FreedAs::Pages, None, |_| None, stream).unwrap();
+/// assert_eq!(slots.available_size(), 16);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FreedAs {
     /// Slots. The page of each is freed, once.

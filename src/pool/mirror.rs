@@ -76,6 +76,15 @@ fn mirror_of(tensor: &BorrowedTensor<'_>) -> Option<(Arc<dyn Mirror>, usize)> {
 ///
 /// # Errors
 /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.
+///
+/// ```
+/// use kvpool::base::IndexVec;
+/// use kvpool::kernels::Indices;
+/// use kvpool::memory::Stream;
+/// use kvpool::pool::values_now;
+/// let values = IndexVec::I32(vec![7, 8]);
+/// assert_eq!(values_now(Indices::Host(values.clone()), Stream::DEFAULT).unwrap(), values);
+/// ```
 pub fn values_now(indices: Indices<'_>, stream: Stream) -> Result<IndexVec> {
     match indices {
         Indices::Host(values) => Ok(values),

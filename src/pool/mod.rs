@@ -95,6 +95,13 @@ fn fits_int32(what: &str, end: Option<usize>) -> Result<u32> {
 }
 
 /// The bytes of a pool, known before it is constructed.
+///
+/// ```
+/// use kvpool::base::Device;
+/// use kvpool::pool::{Footprint, ReqToTokenConfig};
+/// let Footprint { pool, transfer } = ReqToTokenConfig::new(255, 1024).footprint(Device::Cpu).unwrap();
+/// assert_eq!((pool, transfer), (256 * 1024 * 4, 0));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Footprint {
     /// Bytes of its memory.
@@ -123,6 +130,11 @@ fn row_ring_bytes(rows: usize) -> usize {
 ///
 /// # Errors
 /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when the device has failed.
+///
+/// ```
+/// use kvpool::pool::make_room;
+/// make_room(10_000, |_numbers| None).unwrap(); // no device is behind
+/// ```
 pub fn make_room(numbers: usize, backpressure_event: impl Fn(usize) -> Option<Arc<Event>>) -> Result<()> {
     /// Numbers that always fit beside a launch.
     const BESIDE: usize = 800;

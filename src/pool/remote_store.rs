@@ -82,6 +82,27 @@ struct CallQueues {
 }
 
 /// A call of a store. If it is dropped without an answer, no piece was found or stored.
+///
+/// ```
+/// use std::sync::Arc;
+/// use std::time::Duration;
+/// use kvpool::base::DType;
+/// use kvpool::memory::{Host, HostRows, Region};
+/// use kvpool::pool::{RemoteStore, Store, StoreCall, StoreCallQueue, StoreTransfer};
+/// use kvpool::tensor::TensorView;
+/// let region = Arc::new(Region::new(Arc::new(Host), 2 * 64).unwrap());
+/// let pieces = TensorView::contiguous(Arc::clone(&region), 0, DType::U8, &[2, 64]).unwrap();
+/// // SAFETY: nothing else uses the region.
+/// let rows = unsafe { HostRows::of_tensor("pieces", &pieces.borrow(), region) }.unwrap();
+/// let store = RemoteStore::default();
+/// let put: Arc<StoreTransfer> = store.put(vec![[1; 32], [2; 32]], rows).unwrap();
+/// // A thread of the program stores the pieces where it likes, and answers.
+/// let call: StoreCall = store.next(StoreCallQueue::Writes, Duration::ZERO).unwrap().expect("one is queued");
+/// assert_eq!(call.rows().map(HostRows::len), Some(2));
+/// call.finish(&[true, false]);
+/// assert!(put.wait(Duration::from_secs(60)).unwrap());
+/// assert_eq!(put.present().unwrap(), [true, false]);
+/// ```
 #[derive(Debug)]
 pub struct StoreCall {
     work: Work,

@@ -115,6 +115,19 @@ impl ReqToTokenConfig {
 }
 
 /// The outcome of a free of rows.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::IndexVec;
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{FreedRows, ReqToTokenConfig, ReqToTokenPool, TableWriters};
+/// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
+/// let config = ReqToTokenConfig { writers: TableWriters::Others, ..ReqToTokenConfig::new(8, 128) };
+/// let table = ReqToTokenPool::new(&config, &host).unwrap();
+/// table.alloc(1, stream).unwrap().expect("eight are free");
+/// let FreedRows { bad, not_zeroed } = table.free(&IndexVec::I64(vec![1, 5]), stream).unwrap();
+/// assert_eq!((bad.dropped(), not_zeroed.is_none()), (1, true));
+/// ```
 #[derive(Debug)]
 pub struct FreedRows {
     /// The rows that were dropped.

@@ -8,6 +8,36 @@ use crate::memory::Stream;
 ///
 /// A pool calls it without holding a lock, from the threads that are short, possibly several at once. It may
 /// use the pool.
+///
+/// ```
+/// use std::sync::{Arc, Mutex};
+/// use kvpool::base::{IndexVec, Result};
+/// use kvpool::kernels::Indices;
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{AllocatorConfig, Obtainable, Reclaim, TokenToKvPoolAllocator};
+/// struct Spare {
+///     allocator: Arc<TokenToKvPoolAllocator>,
+///     slots: Mutex<Vec<i32>>,
+/// }
+/// impl Reclaim for Spare {
+///     fn obtainable(&self, _stream: Stream) -> Obtainable {
+///         Obtainable { at_once: self.slots.lock().unwrap().len(), behind_fences: 0 }
+///     }
+///     fn reclaim(&self, _slots: usize, stream: Stream) -> Result<usize> {
+///         let slots = std::mem::take(&mut *self.slots.lock().unwrap());
+///         let count = slots.len();
+///         self.allocator.free(&Indices::Host(IndexVec::I32(slots)), stream)?;
+///         Ok(count)
+///     }
+/// }
+/// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
+/// let allocator = Arc::new(TokenToKvPoolAllocator::new(&AllocatorConfig::new(8), &host).unwrap());
+/// drop(allocator.alloc(6, stream).unwrap().expect("8 are free").keep());
+/// let spare = Spare { allocator: Arc::clone(&allocator), slots: Mutex::new((1..7).collect()) };
+/// let spare: Arc<dyn Reclaim> = Arc::new(spare);
+/// allocator.on_shortage(&spare);
+/// assert!(allocator.alloc(8, stream).unwrap().is_some(), "the six others were reclaimed");
+/// ```
 pub trait Reclaim: Send + Sync {
     /// Returns an upper bound of the slots that it could free now. A call that is short of more slots than
     /// all holders together could free fails without a call of [`Self::reclaim`].

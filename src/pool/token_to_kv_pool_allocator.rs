@@ -134,6 +134,25 @@ pub struct TokenToKvPoolAllocator {
 }
 
 /// A problem that an allocator finds after the call that caused it has returned.
+///
+/// ```
+/// use std::sync::{Arc, Mutex};
+/// use kvpool::memory::{Backend, Host};
+/// use kvpool::pool::{AllocatorConfig, Notice, OnNotice, TokenToKvPoolAllocator};
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let mut slots = TokenToKvPoolAllocator::new(&AllocatorConfig::new(8), &host).unwrap();
+/// let log = Arc::new(Mutex::new(Vec::new()));
+/// let lines = Arc::clone(&log);
+/// let on_notice: OnNotice = Box::new(move |notice| {
+///     lines.lock().unwrap().push(match notice {
+///         Notice::BadFrees(bad, count) => format!("{} of {count} frees were dropped", bad.dropped()),
+///         Notice::NotPoisoned(error) => error.to_string(),
+///         Notice::Abandoned(_, pages) => format!("{pages} pages came back from a request without a row"),
+///     });
+/// });
+/// slots.on_notice(on_notice);
+/// assert!(log.lock().unwrap().is_empty());
+/// ```
 #[derive(Debug)]
 pub enum Notice<'a> {
     /// The invalid part of a free that was completed late, and the number of values of that free.

@@ -465,6 +465,20 @@ static SEGMENTS: Mutex<Segments> = Mutex::new(BTreeMap::new());
 /// [`Workspace::leave`] returns the reason.
 ///
 /// The memory stays valid until [`give_back_segment`], even after the workspace is closed.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::Device;
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{Workspace, WorkspaceConfig, give_back_segment, take_segment};
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let workspace = Workspace::new(&WorkspaceConfig { arena_bytes: 1024, poison: false }, &host).unwrap();
+/// assert_eq!(take_segment(256, Device::Cpu, Ok(Stream::DEFAULT)), None, "this thread has entered none");
+/// workspace.enter().unwrap();
+/// let address = take_segment(256, Device::Cpu, Ok(Stream::DEFAULT)).expect("there are 1,024 bytes");
+/// assert!(workspace.leave().unwrap().is_none(), "nothing was refused");
+/// give_back_segment(address);
+/// ```
 #[must_use]
 pub fn take_segment(bytes: usize, device: Device, stream: Result<Stream>) -> Option<usize> {
     let shared = ENTERED.with_borrow(|entered| entered.last().cloned())?;

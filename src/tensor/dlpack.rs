@@ -130,6 +130,17 @@ pub struct Versioned {
 ///
 /// PyTorch 2.10 and later publish one as `torch.Tensor.__dlpack_c_exchange_api__`. Every function except
 /// `current_work_stream` needs the GIL; failures are -1 with a Python exception set.
+///
+/// ```
+/// use std::ptr;
+/// use kvpool::tensor::dlpack::{ExchangeApi, Version};
+/// let table = ExchangeApi {
+///     version: Version { major: 1, minor: 3 }, previous: ptr::null_mut(), allocate: ptr::null(),
+///     managed_from_object: ptr::null(), object_from_managed: None, describe_object: None,
+///     current_work_stream: None,
+/// };
+/// assert!(!table.is_usable(), "it has no functions");
+/// ```
 #[repr(C)]
 #[derive(Debug)]
 pub struct ExchangeApi {
@@ -298,6 +309,33 @@ unsafe extern "C" fn delete_legacy(managed: *mut Legacy) {
 
 /// Exports `view` as a versioned managed tensor. Its owner must call the deleter once; until then the memory
 /// lives.
+///
+/// ```
+/// use kvpool::base::{DType, Device, IndexVec};
+/// use kvpool::tensor::TensorView;
+/// use kvpool::tensor::dlpack::{
+///     Import, RawDType, RawDevice, RawTensor, Version, Versioned, address_of, dtype_of, export_versioned,
+///     first_element, is_view, packed_indices, raw_device, raw_dtype,
+/// };
+/// let view = TensorView::from_indices(IndexVec::I32(vec![7, 8, 9]));
+/// let managed: std::ptr::NonNull<Versioned> = export_versioned(&view);
+/// // SAFETY: it was exported just now, and nobody else takes it.
+/// let version: Version = unsafe { managed.as_ref() }.version;
+/// assert_eq!(version.major, 1);
+///
+/// // What a framework does with it, here the crate itself.
+/// // SAFETY: as above.
+/// let import = unsafe { Import::of_versioned(managed) };
+/// let raw: RawTensor = import.tensor().unwrap();
+/// let (dtype, device): (RawDType, RawDevice) = (raw.dtype, raw.device);
+/// assert_eq!((dtype, device), (raw_dtype(DType::I32), raw_device(Device::Cpu)));
+/// assert_eq!(dtype_of(dtype).unwrap(), DType::I32);
+/// assert_eq!(address_of(first_element(&raw), view.shape()).unwrap().as_ptr(), view.address());
+/// // SAFETY: `import` keeps the tensor alive.
+/// assert!(unsafe { is_view(&raw, &view) });
+/// // SAFETY: as above.
+/// assert_eq!(unsafe { packed_indices(&raw) }.unwrap(), Some(IndexVec::I32(vec![7, 8, 9])));
+/// ```
 #[must_use]
 pub fn export_versioned(view: &TensorView) -> NonNull<Versioned> {
     let dims = [*view.shape(), *view.strides()];
@@ -306,6 +344,15 @@ pub fn export_versioned(view: &TensorView) -> NonNull<Versioned> {
 
 /// An exported 1-D tensor of one index on the host, which is stored in the managed tensor itself. Until it is
 /// given away, dropping it frees the tensor.
+///
+/// ```
+/// use kvpool::tensor::dlpack::{Import, IndexExport};
+/// let export = IndexExport::new(7_i64);
+/// let address = export.address();
+/// // SAFETY: it was exported just now, and nobody else takes it.
+/// let import = unsafe { Import::of_versioned(export.into_managed()) };
+/// assert_eq!(import.borrow().unwrap().address().as_ptr().addr(), address);
+/// ```
 #[derive(Debug)]
 pub struct IndexExport {
     managed: NonNull<Versioned>,
@@ -333,7 +380,7 @@ impl IndexExport {
 
     /// Makes `life` end with the tensor.
     #[must_use]
-    pub fn with_life(mut self, life: Life) -> Self {
+    pub(crate) fn with_life(mut self, life: Life) -> Self {
         // SAFETY: the managed tensor is live until it is given away, and only this has it.
         unsafe { *self.life.as_mut() = Some(life) };
         self
@@ -407,6 +454,18 @@ fn new_versioned<D, O>(tensor: RawTensor, dims: [D; 2], owner: O) -> NonNull<Exp
 }
 
 /// Exports `view` as a legacy managed tensor, for consumers without versions.
+///
+/// ```
+/// use std::ptr::NonNull;
+/// use kvpool::base::IndexVec;
+/// use kvpool::tensor::TensorView;
+/// use kvpool::tensor::dlpack::{Import, Legacy, export_legacy};
+/// let view = TensorView::from_indices(IndexVec::I64(vec![7]));
+/// let managed: NonNull<Legacy> = export_legacy(&view);
+/// // SAFETY: it was exported just now, and nobody else takes it.
+/// let import = unsafe { Import::of_legacy(managed) };
+/// assert_eq!(import.borrow().unwrap().shape().as_slice(), [1]);
+/// ```
 #[must_use]
 pub fn export_legacy(view: &TensorView) -> NonNull<Legacy> {
     let managed = Legacy { tensor: raw_tensor(view), context: ptr::null_mut(), deleter: Some(delete_legacy) };

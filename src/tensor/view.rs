@@ -34,6 +34,14 @@ pub struct TensorView {
 const LINE: usize = 64;
 
 /// The indices selected in one dimension.
+///
+/// ```
+/// use kvpool::base::IndexVec;
+/// use kvpool::tensor::{DimIndex, TensorView};
+/// let tensor = TensorView::from_indices(IndexVec::I32((0..10).collect()));
+/// let odd = tensor.select(&[DimIndex { start: 1, count: Some(3), step: 2 }]).unwrap();
+/// assert_eq!((odd.shape().as_slice(), odd.strides().as_slice()), (&[3][..], &[2][..]));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DimIndex {
     /// The first index.

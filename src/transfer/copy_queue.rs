@@ -35,6 +35,18 @@ pub struct CopyQueue {
 }
 
 /// A copy of another queue, after which a copy begins.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::memory::CopyDirection;
+/// use kvpool::transfer::{CopyQueue, EarlierCopy, Transfer};
+/// let [down, up] = [CopyDirection::Out, CopyDirection::In].map(|direction| CopyQueue::new(direction, None));
+/// let copy: Arc<Transfer> = down.start(1, &[], Vec::new(), |_, _| Ok(())).unwrap();
+/// let earlier = EarlierCopy { copy: Arc::clone(&copy), must_succeed: true };
+/// let back = up.start(1, &[], vec![earlier], |_, _| Ok(())).unwrap();
+/// back.wait().unwrap();
+/// assert!(copy.is_over().unwrap());
+/// ```
 #[derive(Clone, Debug)]
 pub struct EarlierCopy {
     /// The copy.

@@ -34,7 +34,7 @@ pub trait Disk: Debug + Send + Sync {
     fn truncate(&self, file: DiskFile, bytes: u64) -> Result<()>;
 
     /// Reads into `buffer`, and returns the number of bytes read, which may be smaller than its length; 0 at
-    /// the end of the file. The pages file is read in whole [`BLOCK`]s into [`AlignedBytes`].
+    /// the end of the file. The pages file is read in whole [`BLOCK`]s, into memory aligned to one.
     ///
     /// # Errors
     /// The errors of the system.
@@ -119,7 +119,7 @@ pub(crate) fn to_u64(bytes: usize) -> u64 {
 
 /// Bytes whose address is a multiple of [`BLOCK`].
 #[derive(Debug)]
-pub struct AlignedBytes {
+pub(crate) struct AlignedBytes {
     bytes: Vec<u8>,
     begin: usize,
     len: usize,
@@ -130,14 +130,14 @@ impl AlignedBytes {
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host cannot allocate them.
-    pub fn new(len: usize) -> crate::base::Result<Self> {
+    pub(crate) fn new(len: usize) -> crate::base::Result<Self> {
         let bytes: Vec<u8> = crate::base::try_zeros(len + BLOCK)?;
         let begin = bytes.as_ptr().addr().next_multiple_of(BLOCK) - bytes.as_ptr().addr();
         Ok(Self { bytes, begin, len })
     }
 
     /// Returns the bytes.
-    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+    pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
         &mut self.bytes[self.begin..self.begin + self.len]
     }
 }

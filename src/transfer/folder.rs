@@ -11,6 +11,17 @@ use crate::memory::{FileLock, TryLockResult, this_user};
 use super::{AlignedBytes, BLOCK, Disk, DiskFile};
 
 /// A folder with the files `pages`, `index` and `lock`, for one process at a time.
+///
+/// ```
+/// use kvpool::transfer::{Disk, DiskFile, FileCaching, Folder};
+/// let path = std::env::temp_dir().join(format!("kvpool-folder-{}", std::process::id()));
+/// let folder = Folder::open(&path, FileCaching::Cached).unwrap();
+/// assert_eq!(folder.write_at(DiskFile::Index, b"record", 0).unwrap(), 6);
+/// assert_eq!(folder.bytes(DiskFile::Index).unwrap(), 6);
+/// assert!(Folder::open(&path, FileCaching::Cached).is_err(), "it is in use");
+/// # drop(folder);
+/// # std::fs::remove_dir_all(path).unwrap();
+/// ```
 #[derive(Debug)]
 pub struct Folder {
     /// The folder itself.

@@ -18,7 +18,8 @@ mod job_thread;
 mod steps;
 
 pub use copy_queue::{CopyQueue, EarlierCopy};
-pub use disk::{AlignedBytes, BLOCK, Disk, DiskFile};
+pub(crate) use disk::AlignedBytes;
+pub use disk::{BLOCK, Disk, DiskFile};
 pub(crate) use disk::{read_whole, to_u64, write_whole};
 pub use folder::{FileCaching, Folder};
 pub use job_thread::JobThread;

@@ -20,6 +20,35 @@ use super::blocks::Blocks;
 use super::{End, GroupTree, is_state};
 
 /// What a tree keeps a journal of.
+///
+/// ```
+/// use kvpool::base::DType;
+/// use kvpool::cache::{
+///     CacheEvent, EventGroup, GroupPublication, GroupTree, JournalOf, Namespace, PolicyKind, Tier, UnitNumbers,
+/// };
+/// use kvpool::layout::{CacheLayout, Group, GroupKind, Plane};
+/// // Take BLAKE3 or SHA-256.
+/// fn digest(parts: &[&[u8]]) -> [u8; 32] {
+///     let mix = |sum: u64, &byte: &u8| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+///     [parts.concat().iter().fold(0, mix).to_le_bytes(); 4].concat().try_into().unwrap()
+/// }
+/// let k = vec![Plane::new("k", DType::BF16, &[2, 8]).unwrap()];
+/// let full = Group::new("full", GroupKind::Full, &[0], k).unwrap();
+/// let layout = CacheLayout::new("m", 2, vec![full]).unwrap();
+/// let numbers = [UnitNumbers { of_unit: 1, of_slab: 4 }];
+/// let journal = JournalOf { digest, tier: Tier::Host };
+/// let mut tree = GroupTree::new(&layout, &numbers, PolicyKind::Lru, 1024, Some(journal));
+/// let prompt: &[i32] = &[5, 6];
+/// let mut hold = tree.match_prefix(&Namespace::Unnamed, &prompt, 2).unwrap();
+/// let plan = tree.plan(&hold, &GroupPublication { tokens: &prompt, units: &[vec![Some(3)]] }).unwrap();
+/// tree.publish(&mut hold, plan);
+/// let events = tree.take_events();
+/// let CacheEvent::Stored { tier, group, .. } = &events[0] else { panic!("a unit was stored") };
+/// assert_eq!(*tier, Tier::Host);
+/// let name = |group: &EventGroup| group.name.clone();
+/// assert!(group.as_deref().map(name).is_none_or(|name| name == "full"));
+/// drop(tree.release(hold));
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct JournalOf {
     /// Hashes the keys of pages.

@@ -39,6 +39,23 @@ fn short_groups(wanted: &[usize], slabs: &Slabs) -> Vec<(usize, usize)> {
 }
 
 /// What a call that relieves an arena has tried already.
+///
+/// ```
+/// use std::time::Instant;
+/// use kvpool::base::DType;
+/// use kvpool::cache::{Cause, GroupTree, PolicyKind, Pressure, Relief, UnitNumbers};
+/// use kvpool::index::{SlabUnits, Slabs};
+/// use kvpool::layout::{CacheLayout, Group, GroupKind, Plane};
+/// let k = vec![Plane::new("k", DType::BF16, &[2, 8]).unwrap()];
+/// let full = Group::new("full", GroupKind::Full, &[0], k).unwrap();
+/// let layout = CacheLayout::new("m", 2, vec![full]).unwrap();
+/// let numbers = [UnitNumbers { of_unit: 1, of_slab: 1 }];
+/// let mut tree = GroupTree::new(&layout, &numbers, PolicyKind::Lru, 1024, None);
+/// let slabs = Slabs::new(2, &[SlabUnits { units: 1, numbers: 1, floor: 0 }]).unwrap();
+/// let cause = Cause { pressure: Pressure::Alloc, at: Instant::now() };
+/// // An empty tree has nothing to give up.
+/// assert_eq!(tree.relieve(&[5], &slabs, &mut Relief::default(), cause), None);
+/// ```
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Relief {
     /// No slab has only units that nothing needs.

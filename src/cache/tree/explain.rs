@@ -52,6 +52,26 @@ impl SegmentState {
 }
 
 /// Neighbouring tokens of a prompt in the same state.
+///
+/// ```
+/// use std::time::Instant;
+/// use kvpool::base::{Id, Page};
+/// use kvpool::cache::{
+///     BlockTokens, Cause, EvictionRecord, Namespace, PolicyKind, Pressure, ResumeAt, Segment, SegmentState, Tree,
+/// };
+/// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8, 9]);
+/// let mut tree = Tree::new(2, ResumeAt::AnyPage, PolicyKind::Lru.policy(1024, BlockTokens::of_page_size(2)));
+/// let mut hold = tree.match_prefix(&name, &prompt, 5).unwrap();
+/// let found = tree.find(&hold, &prompt).unwrap();
+/// tree.publish(&mut hold, found, prompt[..4].to_vec(), &[Page::new(3), Page::new(8)]);
+/// drop(tree.release(hold));
+/// drop(tree.evict(1, Cause { pressure: Pressure::Alloc, at: Instant::now() }));
+/// let segments: Vec<Segment> = tree.explain(&name, &prompt, None).unwrap();
+/// assert!(matches!(segments[0].state, SegmentState::Device));
+/// let SegmentState::Evicted(EvictionRecord { cause, .. }) = segments[1].state else { panic!("it was") };
+/// assert_eq!((segments[1].range.clone(), cause.pressure.name()), (2..4, "alloc"));
+/// assert!(matches!(segments[2].state, SegmentState::PageNotFull));
+/// ```
 #[derive(Clone, Debug)]
 pub struct Segment {
     /// The positions of its tokens in the prompt.

@@ -94,6 +94,53 @@ pub struct OfferedState {
 }
 
 /// The pages and snapshots that a tree has offered since the last call of [`Tree::take_offers`].
+///
+/// ```
+/// use std::collections::HashSet;
+/// use kvpool::base::{Id, Page};
+/// use kvpool::cache::{
+///     BlockTokens, Continuation, LowerTierContents, Namespace, OfferedPages, OfferedPieces, OfferedState, PageHash,
+///     PolicyKind, ResumeAt, Tree, UsedRun, WritePolicy,
+/// };
+/// struct Below(HashSet<PageHash>);
+/// impl LowerTierContents for Below {
+///     fn has_page(&self, key: &PageHash) -> bool {
+///         self.0.contains(key)
+///     }
+///     fn has_state(&self, _key: &PageHash) -> bool {
+///         false
+///     }
+/// }
+/// // Take BLAKE3 or SHA-256.
+/// fn digest(parts: &[&[u8]]) -> [u8; 32] {
+///     let mix = |sum: u64, &byte: &u8| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+///     [parts.concat().iter().fold(0, mix).to_le_bytes(); 4].concat().try_into().unwrap()
+/// }
+/// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8]);
+/// let mut tree = Tree::new(2, ResumeAt::AnyPage, PolicyKind::Lru.policy(1024, BlockTokens::of_page_size(2)));
+/// tree.offer(WritePolicy::Through, digest);
+/// tree.keep_uses();
+/// let mut hold = tree.match_prefix(&name, &prompt, 4).unwrap();
+/// let found = tree.find(&hold, &prompt).unwrap();
+/// tree.publish(&mut hold, found, prompt.to_vec(), &[Page::new(3), Page::new(8)]);
+/// let OfferedPieces { pages, states }: OfferedPieces = tree.take_offers();
+/// let (offered, snapshots): (&OfferedPages, &[OfferedState]) = (&pages[0], &states);
+/// assert_eq!((offered.pages.len(), snapshots.len()), (2, 0));
+/// drop(tree.release(hold));
+///
+/// // Once the device has lost them, the tier below continues a prompt.
+/// drop(tree.clear(None, kvpool::cache::Cause {
+///     pressure: kvpool::cache::Pressure::Clear, at: std::time::Instant::now(),
+/// }));
+/// let hold = tree.match_prefix(&name, &prompt, 4).unwrap();
+/// let below = Below(offered.keys.iter().copied().collect());
+/// assert_eq!(tree.keys_below(&name, &hold, &prompt, 4, &below).unwrap(), offered.keys);
+/// let Continuation { usable, cached, mut chain } = tree.continuation(&name, &prompt, 4).unwrap().unwrap();
+/// assert_eq!((usable, cached, chain.next(&prompt[..2])), (0, 0, offered.keys[0]));
+/// let uses: Vec<UsedRun> = tree.take_uses(16, |_node| true);
+/// assert!(uses.is_empty(), "the prefixes that were used are gone");
+/// drop(tree.release(hold));
+/// ```
 #[derive(Debug, Default)]
 pub struct OfferedPieces {
     /// Runs of pages.

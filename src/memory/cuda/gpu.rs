@@ -24,6 +24,37 @@ const BLOCK: u32 = 256;
 static OPEN: Mutex<Vec<Arc<Gpu>>> = Mutex::new(Vec::new());
 
 /// An NVIDIA device, through its primary context.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::ErrorKind;
+/// use kvpool::memory::{
+///     Backend, Contents, CopyDirection, Cuda, Event, Gpu, HostWait, PageLockedHost, Region, Ring, SideStream,
+///     Stream,
+/// };
+/// # fn main() -> kvpool::base::Result<()> {
+/// let gpu = match Gpu::open(0) {
+///     Ok(gpu) => gpu,
+///     // No driver or no device.
+///     Err(error) if error.kind() == ErrorKind::BackendUnavailable => return Ok(()),
+///     Err(error) => return Err(error),
+/// };
+/// let stream = Stream::default_of(gpu.device());
+/// let memory: Arc<dyn Backend> = Arc::new(Cuda::new(&gpu, stream));
+/// let on_device = Region::with(Arc::clone(&memory), 4096, Contents::ZerosOn(stream), Arc::default())?;
+/// let on_host = Region::new(Arc::new(PageLockedHost::new(&gpu)), 4096)?;
+/// gpu.copy_in(on_device.range(0, 4096)?, on_host.range(0, 4096)?, stream)?;
+/// // A stream of the crate's own comes behind the work of this one.
+/// let copies = gpu.side_stream(SideStream::Copy(CopyDirection::Out))?;
+/// let filled = Event::record_for(&gpu, stream, HostWait::Sleeps)?;
+/// filled.make_stream_wait(copies)?;
+/// filled.wait()?;
+/// assert!(filled.has_passed()?);
+/// // Small arrays on their way to the device.
+/// assert!(Ring::new(&gpu, &memory, 4096)?.capacity() >= 4096);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Gpu {
     ordinal: u32,

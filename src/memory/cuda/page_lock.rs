@@ -11,7 +11,7 @@ use super::parked::{HostPtr, Resource, retire};
 
 /// A guard that keeps host memory page-locked, so that every device can access it directly.
 #[derive(Debug)]
-pub struct PageLock {
+pub(crate) struct PageLock {
     gpu: Arc<Gpu>,
     address: HostPtr,
     users: Arc<StreamSet>,
@@ -30,7 +30,7 @@ impl PageLock {
     /// [`ErrorKind::Config`](crate::base::ErrorKind::Config) for device memory, for a tensor with gaps and for
     /// memory of which only a part is page-locked already, as the driver copies none that is locked in part;
     /// [`ErrorKind::Driver`](crate::base::ErrorKind::Driver) when a driver call fails.
-    pub fn new(
+    pub(crate) fn new(
         gpu: &Arc<Gpu>,
         tensor: &BorrowedTensor<'_>,
         users: &Arc<StreamSet>,

@@ -9,6 +9,25 @@ use crate::index::BadFrees;
 use crate::memory::Stream;
 
 /// The outcome of [`BatchPlanner::finish`](crate::pool::BatchPlanner::finish).
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::IndexVec;
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{
+///     AllocatorConfig, Batch, BatchPlanner, FinishedRequests, PlannerConfig, ReqToTokenConfig, ReqToTokenPool,
+///     TokenToKvPoolAllocator,
+/// };
+/// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
+/// let slots = Arc::new(TokenToKvPoolAllocator::new(&AllocatorConfig::new(64), &host).unwrap());
+/// let table = Arc::new(ReqToTokenPool::new(&ReqToTokenConfig::new(4, 32), &host).unwrap());
+/// let planner = BatchPlanner::new(&PlannerConfig::new(4, 16), &host, slots, Arc::clone(&table)).unwrap();
+/// let rows = IndexVec::I64(vec![table.alloc(1, stream).unwrap().expect("four are free")[0].into()]);
+/// let batch = Batch { rows: &rows, prefix_lens: &[0], seq_lens: &[3], prefixes: &[] };
+/// planner.extend(batch, stream).unwrap().expect("64 are free");
+/// let FinishedRequests { pages, bad, not_zeroed } = planner.finish(&rows, None, None, stream).unwrap();
+/// assert_eq!((pages, bad.dropped(), not_zeroed.is_none()), (3, 0, true));
+/// ```
 #[derive(Debug)]
 pub struct FinishedRequests {
     /// The number of pages given up.

@@ -205,6 +205,6 @@ pub(super) struct Unproven;
 
 impl Drop for Grants {
     fn drop(&mut self) {
-        self.marks.give_up(self.by_address.drain(..).map(|grant| grant.mark));
+        LifeMarks::give_up(self.by_address.drain(..).map(|grant| grant.mark));
     }
 }

@@ -6,6 +6,28 @@ use crate::base::{IndexVec, widen};
 use crate::kernels::Indices;
 
 /// The tensor from which the values of a call were read.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::base::IndexVec;
+/// use kvpool::kernels::Indices;
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{AllocatorConfig, TensorOrigin, TokenToKvPoolAllocator, Writes};
+/// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
+/// let slots = TokenToKvPoolAllocator::new(&AllocatorConfig::new(8), &host).unwrap();
+/// let taken = slots.alloc(3, stream).unwrap().expect("8 are free").keep();
+/// let free = || {
+///     let origin = TensorOrigin {
+///         address: taken.address().addr(), step: Some(1), writes: &|| Writes::None,
+///     };
+///     let indices = Indices::of(taken.borrow(), None).unwrap();
+///     slots.free_keeping(&indices, Some(origin), None, || None, stream).unwrap().dropped()
+/// };
+/// assert_eq!(free(), 0);
+/// // The slots are handed out again, but not in this tensor.
+/// let _again = slots.alloc(3, stream).unwrap().expect("all are free").keep();
+/// assert_eq!(free(), 3);
+/// ```
 #[derive(Clone, Copy)]
 pub struct TensorOrigin<'a> {
     /// The address of the first value.

@@ -13,6 +13,20 @@ use crate::tensor::dlpack::IndexExport;
 use super::{Notice, TokenToKvPoolAllocator};
 
 /// A guard of taken slots. Dropping it returns them to the pool; [`Grant::keep`] passes them to the caller.
+///
+/// ```
+/// use std::sync::Arc;
+/// use kvpool::memory::{Backend, Host, Stream};
+/// use kvpool::pool::{AllocatorConfig, Grant, GrantedSlots, OneSlot, TokenToKvPoolAllocator};
+/// let host: Arc<dyn Backend> = Arc::new(Host);
+/// let slots = TokenToKvPoolAllocator::new(&AllocatorConfig::new(8), &host).unwrap();
+/// let grant: Grant<'_> = slots.alloc(1, Stream::DEFAULT).unwrap().expect("8 are free");
+/// // A single slot in host memory needs no memory of its own.
+/// let &GrantedSlots::One(OneSlot { .. }) = grant.granted() else { panic!("there is one slot") };
+/// assert_eq!(grant.granted().view().shape().as_slice(), [1]);
+/// drop(grant);
+/// assert_eq!(slots.available_size(), 8, "nobody kept them");
+/// ```
 #[derive(Debug)]
 #[must_use]
 pub struct Grant<'a> {
