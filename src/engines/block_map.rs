@@ -108,13 +108,14 @@ impl<V> Later<V> {
 /// arrive is found.
 ///
 /// ```
-/// use kvpool::engines::BlockMap;
+/// use kvpool::engines::{BlockHash, BlockMap};
 /// let mut map = BlockMap::default();
 /// map.insert(b"hash", 7, "seven");
 /// map.insert(b"hash", 3, "three");
 /// assert_eq!(map.first(b"hash"), Some(&"seven"));
 /// assert_eq!(map.remove(b"hash", 7), Some("seven"));
 /// assert_eq!(map.first(b"hash"), Some(&"three"));
+/// assert_eq!(map.hashes().map(BlockHash::as_bytes).collect::<Vec<_>>(), [b"hash"]);
 /// ```
 #[derive(Debug)]
 pub struct BlockMap<V> {

@@ -45,6 +45,19 @@ pub enum NotTaken {
 }
 
 /// A guard of taken blocks: dropping it gives them back as if they had not been taken.
+///
+/// ```
+/// use std::sync::Mutex;
+/// use kvpool::engines::{BlockTable, NotTaken, TakenBlocks};
+/// let table = Mutex::new(BlockTable::new(4));
+/// let taken: TakenBlocks<'_> = TakenBlocks::take(&table, 3).unwrap();
+/// assert_eq!(taken.blocks().len(), 3);
+/// let error = TakenBlocks::take(&table, 2).unwrap_err();
+/// assert_eq!(error, NotTaken::Short { free: 1 });
+/// drop(taken);
+/// TakenBlocks::take(&table, 4).unwrap().keep();
+/// assert_eq!(table.lock().unwrap().queue().len(), 0);
+/// ```
 #[derive(Debug)]
 #[must_use]
 pub struct TakenBlocks<'a> {

@@ -83,10 +83,27 @@ impl Part {
 }
 
 /// The hash of a page in the reports of an engine: a digest of its tokens and of all tokens before it.
+///
+/// ```
+/// use kvpool::engines::hybrid::PageDigest;
+/// assert_eq!(PageDigest([7; 32]), PageDigest([7; 32]));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageDigest(pub [u8; 32]);
 
 /// The tokens of a prompt, which the tree compares and reads in the caller's memory.
+///
+/// ```
+/// use kvpool::base::{EngineSlot, Id};
+/// use kvpool::engines::hybrid::{SlotSource, TokenBlock, TokenRun, TokenSource, differ};
+/// let prompt: &[i64] = &[5, 6, 7];
+/// let run = TokenRun::Narrow(vec![5, 6, 8]);
+/// let TokenRun::Narrow(tokens) = &run else { panic!("all are below 2**32") };
+/// assert_eq!(prompt.common(0, TokenBlock::Narrow(tokens)), 2);
+/// assert!(differ(tokens, |at| prompt[at]));
+/// let slots = [20, 21, 22].map(EngineSlot::new);
+/// assert_eq!(SlotSource::read(&slots.as_slice(), 1, 2).unwrap(), slots[1..]);
+/// ```
 pub trait TokenSource {
     /// Returns the number of tokens.
     fn count(&self) -> usize;
@@ -267,6 +284,18 @@ pub struct Sizes {
 }
 
 /// The value that a size would have had, which is negative.
+///
+/// ```
+/// use kvpool::base::{EngineSlot, Id};
+/// use kvpool::cache::Namespace;
+/// use kvpool::engines::hybrid::{EvictionOrder, HybridConfig, HybridTree, Insert, NegativeSize, Part};
+/// let config = HybridConfig { page_size: 1, order: EvictionOrder::Lru, window: None, state: None };
+/// let mut tree = HybridTree::new(config);
+/// let (prompt, slots): (&[i64], _) = (&[5], [EngineSlot::new(20)]);
+/// let step = tree.begin(&Namespace::Unnamed, &prompt, &slots.as_slice(), Insert::default()).unwrap();
+/// let node = step.result.unwrap().node;
+/// assert_eq!(tree.adjust(node, Part::Full, -3), Some(Err(NegativeSize(-2))));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NegativeSize(pub i64);
 
@@ -287,6 +316,82 @@ pub struct NegativeSize(pub i64);
 /// assert_eq!(found.len, 2);
 /// assert_eq!(tree.slots_between(inserted.node, tree.root()).unwrap(), slots[..4]);
 /// assert_eq!(tree.sizes(Part::Full).evictable, 4);
+/// ```
+///
+/// ```
+/// use kvpool::base::{EngineSlot, Id};
+/// use kvpool::cache::Namespace;
+/// use kvpool::engines::hybrid::{
+///     Action, AddedTokens, AdoptedRanges, Boundary, EvictionOrder, Frees, HybridConfig, HybridTree, Insert,
+///     InsertResult, LockResult, Match, NodeState, NotLocked, Part, PathNode, Peek, Place, Receipt, RemovedNode,
+///     SecondOwners, Sizes, SkippedParts, SlotRow, SlotRuns, StateConfig, Step, Victim, WindowConfig,
+/// };
+/// let config = HybridConfig {
+///     page_size: 1,
+///     order: EvictionOrder::Lru,
+///     window: Some(WindowConfig { size: 2, gates: true }),
+///     state: Some(StateConfig { grid: 1, max_per_path: None }),
+/// };
+/// let mut tree = HybridTree::new(config);
+/// let (name, prompt): (_, &[i64]) = (Namespace::Unnamed, &[5, 6, 7]);
+/// let slots = [20, 21, 22].map(EngineSlot::new);
+/// let insert = Insert { state: vec![EngineSlot::new(1)], ..Insert::default() };
+/// let mut step: Step = tree.begin(&name, &prompt, &slots.as_slice(), insert).unwrap();
+/// let Some(AddedTokens { tokens, .. }) = step.added.clone() else { panic!("all are new") };
+/// assert_eq!(tokens, 0..3);
+/// while step.result.is_none() {
+///     for action in &step.actions {
+///         match action {
+///             // Here the slots of windows have the numbers of those for full attention.
+///             Action::Rebuild { node, slots } => {
+///                 tree.set_value(*node, Part::Window, slots.clone()).unwrap().unwrap();
+///             }
+///             Action::EvictExcess(tail) => drop(tree.evict_excess_states(*tail)),
+///             other => panic!("nothing is freed, but {other:?}"),
+///         }
+///     }
+///     step = tree.advance(&name, &prompt, &slots.as_slice()).unwrap();
+/// }
+/// let InsertResult { node, found, adopted, .. } = step.result.unwrap();
+/// assert_eq!((found, adopted == AdoptedRanges::default()), (0, false));
+///
+/// let Match { len, .. } = tree.find(&name, &prompt);
+/// let Peek { end, .. } = tree.peek(&name, &prompt);
+/// let place: Place = tree.place_of(&name, &prompt);
+/// assert_eq!((len, end, place.len()), (3, 3, 3));
+/// let Some(NodeState { locks, .. }) = tree.state(node) else { panic!("it exists") };
+/// let runs: SlotRuns<'_> = tree.slot_runs(node, tree.root()).unwrap();
+/// assert_eq!((locks, runs.count()), ([0; 3], 3));
+/// let path: Vec<PathNode> = tree.path_to(node).unwrap();
+/// let rows: Vec<SlotRow> = tree.slot_rows(|_locks, _is_leaf| true);
+/// assert_eq!((path.last().map(|last| last.end), rows.len()), (Some(3), 3));
+///
+/// // A lock of a request, and its release.
+/// let LockResult { receipt, newly_locked } = tree.lock(node, SkippedParts::default()).unwrap();
+/// let Receipt { skipped, boundary } = receipt;
+/// assert!(!skipped.has(Part::Window) && newly_locked == 3);
+/// assert!(boundary.map(Boundary::number).is_none_or(|number| number >= 1));
+/// tree.pin(node).unwrap();
+/// tree.unpin(node).unwrap().unwrap();
+/// let Sizes { evictable, locked } = tree.sizes(Part::Full);
+/// assert_eq!((evictable, locked), (0, 3));
+/// let mut other = HybridTree::new(HybridConfig { window: None, state: None, ..config });
+/// let NotLocked { part, .. } = {
+///     let step = other.begin(&name, &prompt, &slots.as_slice(), Insert::default()).unwrap();
+///     let node = step.result.unwrap().node;
+///     other.unpin(node).unwrap().unwrap_err()
+/// };
+/// assert_eq!(part, Part::Full);
+///
+/// // An eviction, step by step.
+/// assert!(other.begin_eviction(Part::Full, 3));
+/// let Some(Victim::Leaf(leaf)) = other.next_victim(Part::Full, 0) else { panic!("there is one leaf") };
+/// let frees: Frees = other.evict_leaf(leaf).unwrap().unwrap();
+/// let removed: &[RemovedNode] = &frees.removed;
+/// assert_eq!((frees.count(Part::Full), removed.len()), (3, 0));
+/// other.end_eviction(Part::Full);
+/// let SecondOwners { count, .. } = other.second_owners();
+/// assert_eq!(count, 0);
 /// ```
 #[derive(Debug)]
 pub struct HybridTree {

@@ -61,11 +61,11 @@ struct Candidate {
 /// Transfers do not change the rank of a chunk: their end does not count as a use.
 ///
 /// ```
-/// use kvpool::engines::{OffloadOrder, RequestRank};
+/// use kvpool::engines::{OffloadId, OffloadOrder, RequestRank};
 /// let mut order = OffloadOrder::default();
 /// let mut request = RequestRank::default();
 /// for (key, position) in [(b"head", 16), (b"tail", 32)] {
-///     let chunk = order.insert(key, "place", Some(position), &mut request);
+///     let chunk: OffloadId = order.insert(key, "place", Some(position), &mut request);
 ///     order.set_evictable(chunk, true);
 /// }
 /// let evicted = order.evict(1, []).unwrap();

@@ -83,6 +83,27 @@ pub enum OffloadChange {
 }
 
 /// A change of several chunks at once.
+///
+/// ```
+/// use kvpool::engines::{
+///     NamedChunk, OffloadChange, OffloadConfig, OffloadCounts, OffloadEvent, OffloadRequest, OffloadStage,
+///     OffloadTable, OffloadedChunk, StorePlan,
+/// };
+/// let config = OffloadConfig { capacity: 4, store_threshold: 0, max_tracked: 0, events: true };
+/// let (mut table, mut request) = (OffloadTable::new(config), OffloadRequest::default());
+/// let chunk = [NamedChunk { key: b"chunk", position: None }];
+/// let StorePlan { chosen, places, .. } = table.begin_store(&chunk, &mut request)?.expect("four are free");
+/// assert_eq!((chosen, places.len()), (vec![0], 1));
+/// let stage = |table: &OffloadTable| table.find(b"chunk").map(|OffloadedChunk { stage, .. }| stage);
+/// assert_eq!(stage(&table), Some(OffloadStage::Arriving));
+/// table.end_store([&b"chunk"[..]]);
+/// assert_eq!(stage(&table), Some(OffloadStage::Ready));
+/// let OffloadEvent { change, keys } = table.take_events().remove(0);
+/// assert_eq!((change, &*keys[0]), (OffloadChange::Stored, &b"chunk"[..]));
+/// let OffloadCounts { arriving, idle, .. } = table.counts();
+/// assert_eq!((arriving, idle), (0, 1));
+/// # Ok::<(), kvpool::base::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OffloadEvent {
     /// The change.

@@ -102,7 +102,9 @@ pub struct SlotTreeStats {
 /// use std::sync::Arc;
 /// use kvpool::base::IndexVec;
 /// use kvpool::cache::Namespace;
-/// use kvpool::engines::{SlotTree, SlotTreeConfig};
+/// use kvpool::engines::{
+///     EvictedNodes, Inserted, NodePrefix, SlotNode, SlotTree, SlotTreeConfig, SlotTreeStats,
+/// };
 /// use kvpool::memory::{Backend, Host, Stream};
 /// use kvpool::pool::{AllocatorConfig, TokenToKvPoolAllocator};
 /// let (host, stream): (Arc<dyn Backend>, _) = (Arc::new(Host), Stream::DEFAULT);
@@ -112,12 +114,17 @@ pub struct SlotTreeStats {
 /// let tree = SlotTree::new(config, Some(Arc::clone(&allocator))).unwrap();
 /// drop(allocator.alloc(3, stream).unwrap().unwrap().keep());
 /// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7]);
-/// let inserted = tree.insert(&name, &prompt, &IndexVec::I32(vec![1, 2, 3]), stream).unwrap();
+/// let inserted: Inserted = tree.insert(&name, &prompt, &IndexVec::I32(vec![1, 2, 3]), stream).unwrap();
 /// tree.lock(inserted.node).unwrap();
 /// assert_eq!(tree.evict(3, stream).freed, 0);
 /// tree.unlock(inserted.node).unwrap();
-/// assert_eq!(tree.find(&name, &&prompt[..2]).unwrap().len, 2);
-/// assert_eq!(tree.evict(3, stream).removed_nodes.len(), 2, "the look-up has cut the node in two");
+/// let NodePrefix { node, len } = tree.find(&name, &&prompt[..2]).unwrap();
+/// let SlotNode { tokens, children, .. } = tree.info(node).unwrap();
+/// assert_eq!((len, tokens, children.len()), (2, vec![5, 6], 1));
+/// let SlotTreeStats { nodes, .. } = tree.stats();
+/// assert_eq!(nodes, 2, "the look-up has cut the node in two");
+/// let EvictedNodes { freed, removed_nodes, .. } = tree.evict(3, stream);
+/// assert_eq!((freed, removed_nodes.len()), (3, 2));
 /// assert_eq!(allocator.available_size(), 8);
 /// ```
 pub struct SlotTree {

@@ -283,6 +283,26 @@ pub struct LockResult {
 }
 
 /// Which part of a lock [`HybridTree::unlock_window`] has released already.
+///
+/// ```
+/// use kvpool::base::{EngineSlot, Id};
+/// use kvpool::cache::Namespace;
+/// use kvpool::engines::hybrid::{
+///     EvictionOrder, HybridConfig, HybridTree, Insert, SkippedParts, StateRelease, WindowRelease,
+/// };
+/// let config = HybridConfig { page_size: 1, order: EvictionOrder::Lru, window: None, state: None };
+/// let mut tree = HybridTree::new(config);
+/// let prompt: &[i64] = &[5];
+/// let slots = [EngineSlot::new(20)];
+/// let step = tree.begin(&Namespace::Unnamed, &prompt, &slots.as_slice(), Insert::default()).unwrap();
+/// let node = step.result.unwrap().node;
+/// let receipt = tree.lock(node, SkippedParts::default()).unwrap().receipt;
+/// // The window is released while the request goes on, the rest at its end.
+/// let frees = tree.unlock_window(node, receipt, StateRelease::Keep).unwrap().unwrap();
+/// assert!(frees.is_empty(), "the model has no window");
+/// tree.unlock(node, receipt, WindowRelease::WindowOnly).unwrap().unwrap();
+/// assert_eq!(tree.locks(node, kvpool::engines::hybrid::Part::Full), Some(0));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WindowRelease {
     /// Nothing was released.
