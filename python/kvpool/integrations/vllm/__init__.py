@@ -10,6 +10,7 @@ replaced for that.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +46,22 @@ def is_switched_on() -> bool:
 
 
 def register() -> None:
-    """Call `install` if the plugin is switched on. vLLM calls this in each of its processes.
+    """Call `install` if the plugin is switched on, and make `KvpoolConnector` known by its name.
+
+    vLLM calls this in each of its processes.
 
     Raises:
         EngineMismatchError: As `install`.
     """
-    if is_switched_on():
-        install()
+    if not is_switched_on():
+        return
+    install()
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
+
+    with suppress(ValueError):  # it is known already
+        KVConnectorFactory.register_connector(
+            "KvpoolConnector", "kvpool.integrations.vllm.connector", "KvpoolConnector"
+        )
 
 
 def install() -> None:

@@ -227,3 +227,31 @@ STEPS: Seams = {
     f"{_CORE}.sched.scheduler.KVCacheManager": {},
 }
 """The methods that `kv_cache_manager` and `quiet` rely on or replace."""
+
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+CONNECTOR: Seams = {
+    f"{_CONNECTOR}.offloading_connector.OffloadingConnector": {
+        "__init__": "(self, vllm_config, role, kv_cache_config)",
+        "get_mem_pool_context": "(self)",
+        "shutdown": "(self)",
+    },
+    f"{_OFFLOAD}.base.OffloadingWorker": {
+        "submit_store": "(self, job_id, src_spec, dst_spec)",
+        "submit_load": "(self, job_id, src_spec, dst_spec, expedited=False)",
+        "get_finished": "(self)",
+        "wait": "(self, job_ids)",
+        "shutdown": "(self)",
+    },
+    f"{_OFFLOAD}.base.GPULoadStoreSpec": {"__init__": "(self, block_ids, group_sizes, block_indices)"},
+    f"{_OFFLOAD}.base.TransferResult": {
+        "__init__": "(self, job_id, success, transfer_size=None, transfer_time=None)"
+    },
+    f"{_OFFLOAD}.cpu.shared_offload_region.SharedOffloadRegion": {
+        "create_next_worker_view": "(self, tensor_page_size)"
+    },
+    "vllm.v1.worker.utils.allocate_kv_cache": {
+        "": "(kv_cache_config, device, layout, kernel_block_sizes=None)"
+    },
+}
+"""The methods that `connector` relies on, beside those of `offload`."""
