@@ -8,11 +8,13 @@ have their tokens, which must be the same on both.
 from __future__ import annotations
 
 import random
+import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from harness import Case, Report
 from nano_models import make
-from vllm_engine import MODELS, StubExecutor, make_engine, run
+from vllm_engine import MODELS, StubExecutor, make_engine, run, scheduler_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,6 +66,39 @@ class Pair:
 
         report.compare(question, case(True), case(False), alternative="vLLM", least_ratio=least)
         assert answers[True] == answers[False]
+        if report.wants(question):
+            shares = ", ".join(f"{name} {share:.0%}" for name, share in self._shares(prompts(), tokens))
+            report.note(f"of vLLM's own run, {question}: {shares}")
+
+    def _shares(self, prompts: Prompts, tokens: int) -> list[tuple[str, float]]:
+        """How much of a run on vLLM's own classes the calls take that kvpool replaces."""
+        engine = self._engines[False]
+        manager = scheduler_of(engine).kv_cache_manager
+        took = {}
+        calls = [
+            ("hashes", engine.engine_core.engine_core, "request_block_hasher"),
+            ("prefixes", manager.coordinator, "find_longest_cache_hit"),
+            ("steps and blocks", manager, "allocate_slots"),
+            ("frees", manager, "free"),
+        ]
+        with ExitStack() as undo:
+            for name, place, attribute in calls:
+                own = getattr(place, attribute)
+                undo.callback(setattr, place, attribute, own)
+                took[name] = 0.0
+
+                def timed(*arguments: Any, name: str = name, own: Any = own, **options: Any) -> Any:  # noqa: ANN401
+                    began = time.perf_counter()
+                    try:
+                        return own(*arguments, **options)
+                    finally:
+                        took[name] += time.perf_counter() - began
+
+                setattr(place, attribute, timed)
+            began = time.perf_counter()
+            self._run(engine, prompts, tokens)
+            whole = time.perf_counter() - began
+        return [(name, seconds / whole) for name, seconds in took.items()]
 
     def _run(self, engine: LLMEngine, prompts: Prompts, tokens: int) -> Any:  # noqa: ANN401
         self._runs += 1
@@ -94,6 +129,8 @@ def main() -> None:
     def unshared() -> Prompts:
         return [tokens(2048) for _ in range(256)]
 
+    ahead = Pair({**STUB, "asynchronous": True})
+    ahead.compare(report, "no model, asynchronous: 256 requests decode 200 tokens", decoding, 200, 1.4)
     stub = Pair(STUB)
     stub.compare(report, "no model: 256 requests decode 200 tokens", decoding, 200, 1.4)
     stub.compare(report, "no model: 256 prompts of 8,192, 16 prefixes of 7,680", shared, 4, 2.2)

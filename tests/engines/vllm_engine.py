@@ -15,6 +15,7 @@ os.environ.update(
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections import deque
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from vllm.v1.core.sched import scheduler
 from vllm.v1.engine import core
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
 from kvpool.integrations.vllm import install
@@ -66,8 +67,17 @@ def on_kvpool(on: bool = True) -> Iterator[None]:
             setattr(module, name, was)
 
 
-def make_engine(model: Path, *, kvpool: bool, **options: Any) -> LLMEngine:  # noqa: ANN401
-    """An engine over a nano model, with options of vLLM."""
+def make_engine(
+    model: Path,
+    *,
+    kvpool: bool,
+    asynchronous: bool = False,
+    **options: Any,  # noqa: ANN401
+) -> LLMEngine:
+    """An engine over a nano model, with options of vLLM.
+
+    `asynchronous` schedules a step before the last one is over: vLLM's default on GPUs, not on the CPU.
+    """
     arguments = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -78,8 +88,10 @@ def make_engine(model: Path, *, kvpool: bool, **options: Any) -> LLMEngine:  # n
         "disable_log_stats": True,
         **options,
     }
+    config = EngineArgs(model=str(model), **arguments).create_engine_config()
+    config.scheduler_config.async_scheduling = asynchronous
     with on_kvpool(kvpool):
-        return LLMEngine.from_engine_args(EngineArgs(model=str(model), **arguments))
+        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
 
 
 def scheduler_of(engine: LLMEngine) -> Any:  # noqa: ANN401
@@ -118,22 +130,27 @@ class StubExecutor(Executor):  # type: ignore[misc]  # vLLM has no types here
 
     def _init_executor(self) -> None:
         self._prompts: dict[str, int] = {}
+        self._outputs: deque[ModelRunnerOutput] = deque()
 
     def collective_rpc(self, method: Any, *_: Any, **__: Any) -> Any:  # noqa: ANN401
         """Answers what an engine asks its workers at the start."""
-        size = self.vllm_config.cache_config.block_size
         answers: dict[str, Any] = {
-            "get_kv_cache_spec": {
-                "layer": FullAttentionSpec(
-                    block_size=size, num_kv_heads=8, head_size=128, dtype=self.vllm_config.model_config.dtype
-                )
-            },
+            "get_kv_cache_spec": self.layers(
+                block_size=self.vllm_config.cache_config.block_size,
+                num_kv_heads=8,
+                head_size=128,
+                dtype=self.vllm_config.model_config.dtype,
+            ),
             "determine_available_memory": 2**20 * 8 * 128 * 2 * 4,
             "get_supported_kv_cache_layouts": ["NHD"],
             "get_supported_tasks": ("generate",),
             "supports_draft_weight_updates": False,
         }
         return [answers.get(method)]
+
+    def layers(self, **shape: Any) -> dict[str, Any]:  # noqa: ANN401
+        """The layers of the model, by their names."""
+        return {"full": FullAttentionSpec(**shape)}
 
     def compile_or_warm_up_model(self) -> None:
         """Does nothing."""
@@ -142,7 +159,7 @@ class StubExecutor(Executor):  # type: ignore[misc]  # vLLM has no types here
         """Does nothing."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:  # noqa: ANN401
-        """A token for each request whose prompt is computed."""
+        """Computes nothing; the tokens come from `sample_tokens`."""
         computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         for new in scheduler_output.scheduled_new_reqs:
             self._prompts[new.req_id] = len(new.prompt_token_ids)
@@ -150,21 +167,54 @@ class StubExecutor(Executor):  # type: ignore[misc]  # vLLM has no types here
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         names = list(scheduler_output.num_scheduled_tokens)
         ends = [computed[name] + scheduler_output.num_scheduled_tokens[name] for name in names]
-        output = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=[
-                [4 + end * 7919 % 1000] if end >= self._prompts[name] else []
-                for name, end in zip(names, ends, strict=True)
-            ],
+        self._outputs.append(
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: at for at, name in enumerate(names)},
+                sampled_token_ids=[
+                    [4 + end * 7919 % 1000] if end >= self._prompts[name] else []
+                    for name, end in zip(names, ends, strict=True)
+                ],
+            )
         )
-        for name in scheduler_output.finished_req_ids:
-            self._prompts.pop(name, None)
-        if not non_block:
-            return output
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(output)
-        return future
+        if names:
+            return _answer(None, non_block)
+        return _answer(self._outputs.pop(), non_block)
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:  # noqa: ANN401, ARG002
+        """A token for each request whose prompt is computed."""
+        return _answer(self._outputs.popleft(), non_block)
+
+
+class WindowExecutor(StubExecutor):
+    """The same, with a layer that looks back 70 tokens."""
+
+    def layers(self, **shape: Any) -> dict[str, Any]:  # noqa: ANN401
+        window = SlidingWindowSpec(**shape, sliding_window=70)
+        return {**super().layers(**shape), "window": window}
+
+
+class OnlyWindowExecutor(StubExecutor):
+    """The same, with layers that look back 70 tokens alone."""
+
+    def layers(self, **shape: Any) -> dict[str, Any]:  # noqa: ANN401
+        return {"window": SlidingWindowSpec(**shape, sliding_window=70)}
+
+
+class ChunkedExecutor(StubExecutor):
+    """The same, with a layer that looks back to the last multiple of 64 tokens."""
+
+    def layers(self, **shape: Any) -> dict[str, Any]:  # noqa: ANN401
+        chunked = ChunkedLocalAttentionSpec(**shape, attention_chunk_size=64)
+        return {**super().layers(**shape), "chunked": chunked}
+
+
+def _answer(value: Any, non_block: bool) -> Any:  # noqa: ANN401
+    if not non_block:
+        return value
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
 
 
 class Trace:

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from nano_models import make
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm_engine import MODELS, REQUESTS, TOKENS, Trace, make_engine, prompts, run, scheduler_of
+from vllm_engine import (
+    MODELS,
+    REQUESTS,
+    TOKENS,
+    ChunkedExecutor,
+    OnlyWindowExecutor,
+    StubExecutor,
+    Trace,
+    WindowExecutor,
+    make_engine,
+    prompts,
+    run,
+    scheduler_of,
+)
 
 from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
 from kvpool.integrations.vllm.kv_cache_manager import KvpoolKVCacheManager
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 
 class Case(NamedTuple):
@@ -68,3 +86,67 @@ def test_every_step_is_the_same(name: str) -> None:
     assert (traces[0].preemptions > 0) == preempts
     varied = Counter(token for tokens in answers[0][0][0].values() for token in tokens)
     assert len(varied) > TOKENS  # greedy tokens of random weights that do not repeat one
+
+
+EXECUTORS: dict[type[Any], int] = {
+    StubExecutor: 60,
+    WindowExecutor: 100,
+    OnlyWindowExecutor: 60,
+    ChunkedExecutor: 100,
+}
+"""By a model, so few blocks that requests are preempted."""
+
+
+def history(engine: LLMEngine, seed: int, steps: int) -> list[tuple[str, list[int]]]:
+    """Requests that come and are aborted between steps; the tokens of each that ends."""
+    dice = random.Random(seed)  # noqa: S311
+    shared = [dice.randrange(4, 1000) for _ in range(400)]
+    running: list[str] = []
+    ended = []
+    for step in range(steps):
+        while dice.random() < 0.4 and len(running) < 12:
+            prompt = shared[: dice.randrange(400)] + [
+                dice.randrange(4, 1000) for _ in range(dice.randrange(1, 80))
+            ]
+            greedy = SamplingParams(
+                temperature=0, max_tokens=dice.randrange(1, 120), ignore_eos=True, detokenize=False
+            )
+            running.append(f"{step}-{len(running)}")
+            engine.add_request(running[-1], {"prompt_token_ids": prompt}, greedy)
+        if running and dice.random() < 0.03:
+            engine.abort_request([running.pop(dice.randrange(len(running)))])
+        for output in engine.step():
+            if output.finished:
+                running.remove(output.request_id)
+                ended.append((output.request_id, list(output.outputs[0].token_ids)))
+    return ended
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("few", [True, False])
+def test_random_requests_are_scheduled_the_same(executor: type[Any], asynchronous: bool, few: bool) -> None:
+    place = make(MODELS, "smallest")
+    traces, answers, quiet = [], [], []
+    for on in (False, True):
+        engine = make_engine(
+            place,
+            kvpool=on,
+            asynchronous=asynchronous,
+            distributed_executor_backend=executor,
+            block_size=16,
+            num_gpu_blocks_override=EXECUTORS[executor] if few else 600,
+            max_model_len=600,
+            max_num_batched_tokens=256,
+        )
+        traces.append(Trace(engine))
+        answers.append(history(engine, 5, 600))
+        quiet.append(getattr(scheduler_of(engine).kv_cache_manager, "_may_be_quiet", None))
+        engine.engine_core.shutdown()
+    assert quiet == [None, True]
+    for own, ours in zip(traces[0].steps, traces[1].steps, strict=True):
+        assert own == ours
+    assert answers[0] == answers[1]
+    assert len(answers[0]) > 20
+    assert traces[0].cached_tokens > 0
+    assert (traces[0].preemptions > 0) == few

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.llm_engine import LLMEngine
 
-SMALL = {"kv_cache_memory_bytes": 2 << 20, "max_model_len": 600}
+SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 2 << 20, "max_model_len": 600}
 """Less memory than the prompts need, so that they come back from elsewhere."""
 
 

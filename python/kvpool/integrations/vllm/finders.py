@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
 from kvpool.integrations.vllm.seams import PREFIXES, VLLM
 
 VLLM.require(PREFIXES)
@@ -25,10 +26,9 @@ from vllm.v1.core.single_type_kv_cache_manager import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from typing import TypeAlias
 
-    from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
     from kvpool.typing import BlockLike
 
     Hit: TypeAlias = tuple[tuple[list[BlockLike], ...], int]
@@ -70,18 +70,19 @@ class _Finder:
 
     def find_longest_cache_hit(  # noqa: PLR0913, PLR0917 - vLLM's signature
         self,
-        block_hashes: Sequence[bytes],
+        block_hashes: Any,  # noqa: ANN401 - vLLM has no types here
         max_length: int,
         kv_cache_group_ids: list[int],
-        block_pool: KvpoolBlockPool,
-        kv_cache_spec: Any,  # noqa: ANN401 - vLLM has no types here
+        block_pool: Any,  # noqa: ANN401
+        kv_cache_spec: Any,  # noqa: ANN401
         drop_eagle_block: bool,
         alignment_tokens: int,
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> Hit:
         """Return the blocks of each group, and how many tokens they cover."""
-        if type(block_hashes) is not list or dcp_world_size != 1 or pcp_world_size != 1:
+        is_known = type(block_hashes) is list and isinstance(block_pool, KvpoolBlockPool)
+        if not is_known or dcp_world_size != 1 or pcp_world_size != 1:
             own: Hit = self._manager.find_longest_cache_hit(
                 block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, drop_eagle_block,
                 alignment_tokens, dcp_world_size, pcp_world_size,
