@@ -37,6 +37,7 @@ pub struct KeyChain {
     previous: PageHash,
     /// Whether `previous` is the key of a page.
     has_page: bool,
+    /// What the last key was made of.
     bytes: Vec<u8>,
 }
 
@@ -70,8 +71,11 @@ impl KeyChain {
     /// Returns the key of the next page, whose tokens are given.
     pub fn next(&mut self, tokens: &[i32]) -> PageHash {
         self.bytes.clear();
-        self.bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
-        self.previous = (self.digest)(&[&self.previous, &self.bytes]);
+        self.bytes.extend_from_slice(&self.previous);
+        for token in tokens {
+            self.bytes.extend_from_slice(&token.to_le_bytes());
+        }
+        self.previous = (self.digest)(&[&self.bytes]);
         self.has_page = true;
         self.previous
     }

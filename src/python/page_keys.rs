@@ -43,6 +43,10 @@ pub(super) fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namesp
 
 /// Computes BLAKE3 of the concatenation of `parts`.
 pub(super) fn digest(parts: &[&[u8]]) -> PageHash {
+    // The key of a page is of a few bytes: what a hasher keeps for more would cost more than their hash.
+    if let [bytes] = parts {
+        return *blake3::hash(bytes).as_bytes();
+    }
     let mut hasher = blake3::Hasher::new();
     for part in parts {
         hasher.update(part);
