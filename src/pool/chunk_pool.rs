@@ -317,6 +317,20 @@ impl ChunkPool {
         Ok(state.chunks.take())
     }
 
+    /// Takes up to `count` chunks, each with one reference: fewer if there are fewer now.
+    ///
+    /// # Errors
+    /// See [`ChunkPool::try_allocate`].
+    pub(super) fn try_allocate_up_to(&self, count: usize) -> Result<Vec<IndexHandle<ChunkId>>> {
+        let mut state = self.state();
+        if !state.returning.is_empty() {
+            state.settle()?;
+        }
+        let mut taken = try_with_capacity(count.min(state.chunks.ready()))?;
+        taken.extend(std::iter::from_fn(|| state.chunks.take()).take(count));
+        Ok(taken)
+    }
+
     fn attempt(state: &mut ChunkStates, count: usize) -> Result<Attempt> {
         if !state.returning.is_empty() {
             state.settle()?;

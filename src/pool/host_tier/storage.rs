@@ -1,7 +1,7 @@
 //! Pieces of host memory of one size, by key.
 
 use std::collections::VecDeque;
-use std::iter::repeat_with;
+use std::iter::from_fn;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 use std::time::Duration;
@@ -324,8 +324,7 @@ impl Storage {
             .collect();
         let missing = offered.iter().filter(|(.., found)| found.is_none()).count();
         let namespace = NamespaceHash::from(namespace);
-        let place = || self.place_for_copy(&mut resident, &mut arrivals.evicted);
-        let mut places: Vec<_> = repeat_with(place).take(missing).map_while(|place| place).collect();
+        let mut places = self.places_for_copies(missing, &mut resident, &mut arrivals.evicted);
         places.sort_unstable_by_key(|place| place.index());
         // Pages after the first without a place would not be found.
         arrivals.skipped += missing - places.len();
@@ -451,19 +450,28 @@ impl Storage {
         }
     }
 
-    /// Returns a place for one more piece from the device: a free one or, if there is none, that of the piece
-    /// that is evicted first. Earlier copies may still use it.
-    fn place_for_copy(&self, resident: &mut Resident<'_>, evicted: &mut Vec<PageHash>) -> Option<Place> {
-        let free = self.chunks.try_allocate_one().ok().flatten();
-        let free = free.or_else(|| resident.shelf.lingering.pop());
-        free.or_else(|| {
-            let (key, place) = resident.evict(|_| true)?;
-            evicted.push(key);
-            Some(place)
-        })
+    /// Returns places for `count` more pieces from the device: free ones and, if there are fewer, those of the
+    /// pieces that are evicted first. Earlier copies may still use them. Fewer if all others are held.
+    fn places_for_copies(
+        &self,
+        count: usize,
+        resident: &mut Resident<'_>,
+        evicted: &mut Vec<PageHash>,
+    ) -> Vec<Place> {
+        let mut places = self.chunks.try_allocate_up_to(count).unwrap_or_default();
+        let place = || {
+            resident.shelf.lingering.pop().or_else(|| {
+                let (key, place) = resident.evict(|_| true)?;
+                evicted.push(key);
+                Some(place)
+            })
+        };
+        let more = count - places.len();
+        places.extend(from_fn(place).take(more));
+        places
     }
 
-    /// Works like [`Self::place_for_copy`], with places that no copy uses.
+    /// Returns a place for one more piece from below, which no copy uses.
     fn idle_place(&self, resident: &mut Resident<'_>, evicted: &mut Vec<PageHash>) -> Option<Place> {
         self.free_lingering(resident);
         let free = self.chunks.try_allocate_one().ok().flatten();
@@ -669,8 +677,10 @@ impl Storage {
     pub(super) fn release(&self, entries: &[EntryId]) {
         let mut resident = self.resident();
         for &entry in entries.iter().rev() {
-            let place = resident.release(entry);
-            self.free(&mut resident, place);
+            // An entry that is still there keeps its place.
+            if let Some(place) = resident.release(entry) {
+                self.free(&mut resident, [place]);
+            }
         }
     }
 
