@@ -39,16 +39,17 @@ def environment(version: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(map(str, places)), "HF_HUB_OFFLINE": "1"}
 
 
-def run(version: str, file: str, *chosen: str) -> int:
-    """The number of tests of a file that pass. All must."""
+def run(version: str, *tests: str) -> int:
+    """The number of these tests that pass. All must."""
     require()
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(HERE)]
     done = subprocess.run(
-        [
-            sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(HERE),
-            "-p", "no:cacheprovider", str(HERE / file), *chosen,
-        ],
-        env=environment(version), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [*command, "-p", "no:cacheprovider", *(str(HERE / test) for test in tests)],
+        env=environment(version),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     [passed] = re.findall(r"^(\d+) passed", done.stdout, re.MULTILINE)
     return int(passed)

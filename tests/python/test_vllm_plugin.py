@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import vllm_engine_runs
 import vllm_runs
 from sglang_on_cpu import HERE
 from vllm_runs import CORE, OFFLOADING, run
@@ -44,3 +45,14 @@ def test_tests_of_vllm_pass_on_kvpool(tmp_path: Path) -> None:
     assert ours.passed >= 120 + 230
     assert len(ours.skipped) == 7
     assert all("within vLLM's own class" in reason for reason in ours.skipped)
+
+
+@pytest.mark.timeout(900)
+def test_a_whole_vllm_makes_the_same_steps_on_kvpool() -> None:
+    """A model on the CPU, and random requests without one. `make test-vllm-engine` has the others."""
+    file = "vllm_engine_checks.py"
+    cases = (
+        "every_step_is_the_same[llama]",
+        "random_requests_are_scheduled_the_same[True-True-WindowExecutor]",
+    )
+    assert vllm_engine_runs.run("0.33", *(f"{file}::test_{case}" for case in cases)) == len(cases)
