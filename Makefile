@@ -23,7 +23,9 @@ DRIVER := target/software_driver/lib/libcuda.so.1
 DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cpp" -o -name "Cargo.*") $(wildcard src/kernels/*.cu*)
 CUDA_TOOLS := $(VENV)/cuda-tools
 # What is tested or measured beside kvpool: `tests/engines/install` says what each folder has.
-ENGINES := $(addprefix $(VENV)/,$(addsuffix /.installed,engines mooncake nixl flashinfer vllm lmcache vllm-engine))
+ENGINES := $(addprefix $(VENV)/,$(addsuffix /.installed,engines mooncake nixl flashinfer vllm lmcache vllm-engine vllm-router))
+# vLLM's servers, its router, and how K and V go from one to the other.
+CLUSTER := $(addprefix $(VENV)/,$(addsuffix /.installed,vllm-router nixl))
 OLD_TORCH := $(VENV)/torch-2.4
 SGLANG_TORCH := $(VENV)/torch-2.14
 # Seconds for each fuzz target, the targets, and how many run at once. SANITIZER=address needs a nightly toolchain.
@@ -238,6 +240,7 @@ $(addprefix $(VENV)/,$(addsuffix /.installed,engines mooncake nixl flashinfer)):
 $(VENV)/vllm/.installed: $(VENV)/engines/.installed
 $(VENV)/lmcache/.installed: $(VENV)/vllm/.installed
 $(VENV)/vllm-engine/.installed: $(VENV)/lmcache/.installed
+$(VENV)/vllm-router/.installed: $(VENV)/vllm-engine/.installed
 $(VENV)/%/.installed: | $(BIN)/python
 	tests/engines/install $*
 	touch $@
