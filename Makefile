@@ -66,7 +66,7 @@ MUTANTS := $(VENV)/mutants/bin/cargo-mutants
 # The tests read the environment, use addresses as numbers, and end while threads for copies still wait.
 MIRI_FLAGS := -Zmiri-disable-isolation -Zmiri-permissive-provenance -Zmiri-ignore-leaks
 .DEFAULT_GOAL := help
-COMMANDS := help demo dev test test-engines test-vllm-engine lint format docs api bench gpu \
+COMMANDS := help demo demo-cluster dev test test-engines test-vllm-engine lint format docs api bench gpu \
     cpu-test process-test software-test rust-test orders fuzz-briefly engines engine-test engine-runs old-torch-test version-test \
     rust-lint test-crates-lint python-lint stub-lint kernel-lint wheel-lint verify-types \
     bench-contiguous bench-cuda bench-generate bench-late-bytes bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang \
@@ -92,6 +92,11 @@ demo: $(EXTENSION) $(VENV)/.tools
 	else \
 	    $(BIN)/python -m kvpool replay --synthetic --prefix-cache --plot target/replay.png; \
 	fi
+
+# The commands of docs/engines/vllm.md.
+## Two servers of vLLM on the CPU behind its router, by KV events and with prefill and decode apart
+demo-cluster: $(EXTENSION) $(VENV)/.tools $(CLUSTER)
+	$(BIN)/python tests/engines/vllm_cluster_runs.py
 
 ## Everything for work on kvpool: .venv, the extension, pytest. Again after a change of Rust
 dev: $(QUICK_EXTENSION) $(VENV)/.test
@@ -134,9 +139,10 @@ engines: $(ENGINES)
 engine-test: $(DEV) $(ENGINES)
 	$(PYTEST) -m engines $(ENGINE_TESTS)
 
-# A whole vLLM on the CPU: every step, token and block on its own classes and on kvpool's. A part of `make engine-runs`.
-test-vllm-engine: $(DEV) $(VENV)/vllm-engine/.installed
-	$(PYTEST) --timeout=3600 tests/engines/test_vllm_engine.py
+# A whole vLLM on the CPU: every step, token and block on its own classes and on kvpool's; and two servers.
+# A part of `make engine-runs`.
+test-vllm-engine: $(DEV) $(CLUSTER)
+	$(PYTEST) --timeout=3600 tests/engines/test_vllm_engine.py tests/engines/test_vllm_cluster.py
 
 # The long runs: SGLang in many configurations, all tests of vLLM and LMCache that need no GPU.
 engine-runs: $(DEV) $(ENGINES) $(SGLANG_TORCH)/.installed
