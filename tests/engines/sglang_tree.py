@@ -407,6 +407,7 @@ class Pair:
             (2, self.evict),
             (1, self.evict_for_alloc),
             (1, self.look),
+            (1, self.drop),
         ]
         if self.config.has_swa:
             kinds.append((1, self.release_window))
@@ -560,6 +561,30 @@ class Pair:
     def evict_for_alloc(self) -> None:
         params = self._eviction()
         self.call_both(lambda tree: tree.cache.evict_for_alloc(params))
+
+    def drop(self) -> None:
+        """The host has no place for the node of a prompt: it is dropped if it is a leaf without locks."""
+        request = self.prompt()
+        refused: list[tuple[int, ...]] = []
+
+        def run(tree: Tree) -> Any:
+            node = tree.cache.match_prefix(MatchPrefixParams(key=request.key())).last_device_node
+            name = tree.path(node)
+            tree.core.finish_load_back(node)
+            assert tree.core.build_storage_backup_spec(node, pass_prefix_keys=True) is None
+            # The compiled core panics where the others raise: it is not asked what the first one has refused.
+            if refused and self.core == "compiled":
+                return name, "stays"
+            try:
+                result = tree.core.drop_subtree_no_host(node)
+            except AssertionError:
+                refused.append(name)
+                return name, "stays"
+            tracker = dict(result.tracker)
+            tree.cache._apply_eviction_result(result)
+            return name, result.is_dropped, tracker
+
+        self.call_both(run)
 
     def _eviction(self) -> EvictParams:
         pick, page = self.random, self.config.page_size

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 PARTS = ["FULL", "FULL+MAMBA", "FULL+SWA", "FULL+SWA+MAMBA"]
-KINDS = {"insert", "match", "lock", "unlock", "evict", "evict_for_alloc", "look", "events"}
+KINDS = {"insert", "drop", "match", "lock", "unlock", "evict", "evict_for_alloc", "look", "events"}
 
 
 def compare(folder: Path, parts: str, core: str, **variables: str) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import os
+import re
 from array import array
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -30,6 +33,7 @@ from sglang.test.kits.unified_radix_cache.config import CONFIGS
 from kvpool.errors import ConfigError
 from kvpool.integrations.sglang import radix_cache, register_tree_core, tree_owners
 from kvpool.integrations.sglang.radix_cache import check_tree_core
+from kvpool.integrations.sglang.tree_core import DELEGATED as DELEGATED_METHODS
 from kvpool.integrations.sglang.tree_core import KvTreeCore
 
 DELEGATED: list[dict[str, Any]] = [
@@ -140,8 +144,33 @@ def drift() -> None:
             raise AssertionError("a new method is a difference")
 
 
+def page() -> None:
+    """The page has a line for each method of the installed SGLang, and says whose each one is."""
+    text = (Path(__file__).parents[2] / "docs/engines/sglang-prefix-cache.md").read_text("utf-8")
+    section = text.partition("## The methods of a tree core\n")[2].partition("\n## ")[0]
+    tables = [
+        re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", part, re.MULTILINE)))
+        for part in section.split("\n|---|---|\n")[1:]
+    ]
+    ours = {name for name in vars(KvTreeCore) if name in vars(UnifiedTreeCoreInterface)} - set(
+        DELEGATED_METHODS
+    )
+    methods = {
+        name
+        for name, value in vars(UnifiedTreeCoreInterface).items()
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
+    }
+    assert sorted(tables[0]) == sorted(ours & methods), set(tables[0]) ^ (ours & methods)
+    assert sorted(tables[1]) == sorted(methods - ours), set(tables[1]) ^ (methods - ours)
+    abstract = UnifiedTreeCoreInterface.__abstractmethods__
+    assert f"has {len(abstract)} abstract methods and {len(methods - abstract)} others." in section
+    assert f"{len(ours & abstract)} of the {len(abstract)} are kvpool's" in section
+    assert f"and {len(ours & methods - abstract)} of the others" in section
+
+
 def main() -> None:
     drift()
+    page()
     register_tree_core()
     register_tree_core()
     unpublished()

@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
     BaseEvictionResult,
     DecSwaLockOnlyResult,
     DriveHostEvictionResult,
+    DropSubtreeNoHostResult,
     EvictDeviceLeafResult,
     EvictDeviceNextNodeResult,
     InsertStepResult,
@@ -77,15 +78,12 @@ DELEGATED = (
     "build_external_linker_offload_transfers",
     "build_hicache_transfers",
     "build_load_back_spec",
-    "build_storage_backup_spec",
     "commit_backup",
     "commit_hicache_transfers",
     "commit_load_back",
     "dec_host_lock_ref",
     "demote",
-    "drop_subtree_no_host",
     "finish_external_linker_offload",
-    "finish_load_back",
     "finish_mamba_state_eviction",
     "finish_swa_state_eviction",
     "finish_write_through",
@@ -461,13 +459,23 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def evict_device_leaf(self, node_id: int, is_write_back: bool) -> EvictDeviceLeafResult:
         """Evict a leaf with all its values."""
         result = EvictDeviceLeafResult()
+        result.unbacked_tokens = self._evict_leaf(node_id, result)
+        return result
+
+    def drop_subtree_no_host(self, node_id: int) -> DropSubtreeNoHostResult:
+        """Evict a leaf that could not be copied to the host: it has nothing below it."""
+        result = DropSubtreeNoHostResult(is_dropped=True)
+        self._evict_leaf(node_id, result)
+        return result
+
+    def _evict_leaf(self, node_id: int, result: BaseEvictionResult) -> int:
+        """Evict a leaf with all its values, and return how many slots for full attention it had."""
         try:
             frees = self._tree.evict_leaf(node_id)
         except IndexOwnershipError as error:
             raise AssertionError(str(error)) from error
         self._hand_out(frees, result)
-        result.unbacked_tokens = frees.counts[0]
-        return result
+        return frees.counts[0]
 
     def evict_device_end(self, component_type: ComponentType) -> None:
         """End `evict_device_start`."""
@@ -662,6 +670,14 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
     def is_write_through_compatible(self) -> bool:
         """Return whether values on the host follow the rules of write-through: always, as there are none."""
         return True
+
+    def build_storage_backup_spec(self, node_id: int, pass_prefix_keys: bool) -> None:
+        """Return what storage would get of a node: nothing, as it is not on the host."""
+        self._expect(node_id)
+
+    def finish_load_back(self, anchor_node_id: int) -> None:
+        """End the loading of nodes from the host: none is ever loading."""
+        self._expect(anchor_node_id)
 
     def get_last_hash_value(self, node_id: int) -> str | None:
         """Return the hash of the last page: no page has one."""
