@@ -70,8 +70,8 @@ COMMANDS := help demo demo-cluster dev test test-engines test-vllm-engine lint f
     cpu-test process-test software-test rust-test orders fuzz-briefly engines engine-test engine-runs old-torch-test version-test \
     rust-lint test-crates-lint python-lint stub-lint kernel-lint wheel-lint verify-types \
     bench-contiguous bench-cuda bench-generate bench-late-bytes bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang \
-    bench-vllm bench-vllm-engine chart fuzz fuzz-build histories mutants miri soak soak-threads kernels kernel-report wheels licences \
-    gpu-package gpu-results gpu-rehearsal clean
+    bench-sglang-engine bench-vllm bench-vllm-engine chart fuzz fuzz-build histories mutants miri soak soak-threads kernels \
+    kernel-report wheels licences gpu-package gpu-results gpu-rehearsal clean
 .PHONY: $(COMMANDS)
 
 ## This list
@@ -229,7 +229,7 @@ api: $(DEV)
 	$(BIN)/ruff format python/kvpool/_kvpool.pyi
 
 # `benches/run` has the commands; `make bench-NAME` runs those of an engine, a GPU or a trace, beside the same of kvpool.
-bench-sglang: $(VENV)/engines/.installed $(SGLANG_TORCH)/.installed
+bench-sglang bench-sglang-engine: $(VENV)/engines/.installed $(SGLANG_TORCH)/.installed
 bench-nixl bench-late-bytes: $(VENV)/nixl/.installed
 bench-vllm: $(VENV)/vllm/.installed
 bench-vllm-engine: $(VENV)/vllm-engine/.installed

@@ -411,6 +411,8 @@ class Pair:
         ]
         if self.config.has_swa:
             kinds.append((1, self.release_window))
+        if self.config.components == (FULL,):
+            kinds.append((3, self.serve))
         weights, calls = zip(*kinds, strict=True)
         call = self.random.choices(calls, weights)[0]
         self.counts[call.__name__] = self.counts.get(call.__name__, 0) + 1
@@ -514,6 +516,82 @@ class Pair:
             return answer, tree.path(result.last_device_node), values.tolist()
 
         self.call_both(run)
+
+    def serve(self) -> None:
+        """A request is computed in chunks, generates, and ends: each time the cache takes what there is."""
+        prompt, pick, page = self.prompt(), self.random, self.config.page_size
+        answer = [pick.randint(0, 1) for _ in range(pick.randint(0, 2 * page))]
+        chunk, priority = pick.randint(1, len(prompt.tokens)), pick.randint(0, 3)
+        tokens = array("q", [*prompt.tokens, *answer])
+        # Others may end with the same tokens while this one runs.
+        twin = pick.random() < 0.3
+
+        def run(tree: Tree) -> Any:
+            found = tree.cache.match_prefix(MatchPrefixParams(key=prompt.key()))
+            length, node = found.device_prefix_len, found.last_device_node
+            lock = tree.cache.lock(node)
+            rest = self._alloc(tree, -(-len(tokens) // page) * page - length)
+            if rest is None:
+                tree.cache.unlock(lock)
+                tree.cache.evict(EvictParams(num_tokens=len(tokens) + page))
+                return "short"
+            (row,) = tree.rows.alloc_rows(1)
+            slots = torch.cat([tree.cache.path_device_indices(node)[:length], rest])
+            tree.rows.write((row, slice(0, len(slots))), slots.to(torch.int32))
+            request = SimpleNamespace(
+                full_untruncated_fill_ids=array("q", prompt.tokens),
+                origin_input_ids=array("q", prompt.tokens),
+                extra_key=prompt.extra_key,
+                cache_salt=prompt.cache_salt,
+                priority=priority,
+                session_id=None,
+                kv_rotation_base=None,
+                lock=lock,
+                last_node=node,
+                finished=lambda: False,
+                kv=SimpleNamespace(req_pool_idx=row, cache_protected_len=length, cache_inserted_len=0),
+            )
+            # A pair of tokens ends with a token more.
+            seen = [self._checkpoint(tree, request, max(chunk, length + tree.core.is_eagle))]
+            if twin:
+                self._insert_all(tree, prompt)
+            seen.append(self._checkpoint(tree, request, len(prompt.tokens)))
+            request.full_untruncated_fill_ids, request.finished = tokens, lambda: True
+            seen.append(self._checkpoint(tree, request, len(tokens)))
+            kept = request.kv.cache_protected_len
+            if len(slots) > kept:
+                tree.allocator.free_segment(
+                    tree.rows.req_to_token[row, kept : len(slots)].to(torch.int64), start_pos=kept
+                )
+            tree.cache.unlock(request.lock)
+            tree.rows.free_rows([row])
+            return seen, slots.tolist()
+
+        self.call_both(run)
+
+    @staticmethod
+    def _checkpoint(tree: Tree, request: Any, up_to: int) -> Any:
+        tree.cache.checkpoint_into_tree(request, up_to=up_to)
+        kv = request.kv
+        assert request.last_node == request.lock.node
+        return (
+            kv.cache_protected_len,
+            kv.cache_inserted_len,
+            tree.path(request.last_node),
+            tree.rows.req_to_token[kv.req_pool_idx, :up_to].tolist(),
+        )
+
+    def _insert_all(self, tree: Tree, request: Request) -> None:
+        """Another request inserts the same tokens with slots of its own."""
+        size = len(request.tokens) // self.config.page_size * self.config.page_size
+        slots = self._alloc(tree, size) if size else None
+        if slots is None:
+            return
+        key = RadixKey(array("q", request.tokens[:size]), request.extra_key, cache_salt=request.cache_salt)
+        result = tree.cache.insert(InsertParams(key=key, value=slots))
+        kept = len(tree.cache.path_device_indices(result.last_device_node))
+        if size > kept:
+            tree.allocator.free(slots[kept:])
 
     def lock(self) -> None:
         request = self.prompt()

@@ -99,6 +99,21 @@ def _insert(cache: UnifiedRadixCache, tokens: list[int], slots: list[int], found
     cache.insert(InsertParams(RadixKey(array("q", tokens)), torch.tensor(slots), prev_prefix_len=found))
 
 
+def checkpoints() -> None:
+    """A checkpoint is kvpool's only where SGLang's own is the one that it was written after."""
+    own = UnifiedRadixCache.checkpoint_into_tree
+    assert radix_cache._is_known(own, radix_cache._CHECKPOINT)
+    assert not any(radix_cache._is_known(other, radix_cache._CHECKPOINT) for other in (_other_leaf, len))
+    made, request = make_cache("kvpool"), mock.Mock()
+    made.__class__ = radix_cache.KvUnifiedRadixCache
+    with (
+        mock.patch.object(radix_cache, "_KNOWS_CHECKPOINT", new=False),
+        mock.patch.object(UnifiedRadixCache, "checkpoint_into_tree") as method,
+    ):
+        made.checkpoint_into_tree(request, up_to=3)
+    method.assert_called_once_with(request, up_to=3)
+
+
 def choices() -> None:
     """kvpool's core is made where it can be, and SGLang's with a reason elsewhere."""
     assert get_tree_core_factory("kvpool") is not None
@@ -175,6 +190,7 @@ def main() -> None:
     register_tree_core()
     unpublished()
     second_owners()
+    checkpoints()
     choices()
     print("ok")  # noqa: T201
 

@@ -50,7 +50,7 @@ def run(parts: str, seeds: int, steps: int, core: str) -> dict[str, dict[str, in
             events = list(Events)[(turn + policy) % 3]
             try:
                 history = run_history(
-                    varied, seed, steps, core=core, in_one_call=seed % 3 == 2, events=events
+                    varied, seed, steps, core=core, in_one_call=seed % 3 == 0, events=events
                 )
             except AssertionError:
                 if core == "python" or cores_agree(varied, seed, steps, events):

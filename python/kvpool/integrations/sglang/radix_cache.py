@@ -2,7 +2,7 @@
 
 `kvpool.integrations.sglang.register` makes both selectable. `KvTreeCore` under SGLang's own cache, which
 keeps every feature of it, is `SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=kvpool`; `--radix-cache-backend kvpool`
-is `KvUnifiedRadixCache` as well, which evicts in one call.
+is `KvUnifiedRadixCache` as well, which evicts in one call and makes fewer for a checkpoint.
 
 For features that only SGLang's own core has (a host tier, storage, sessions, a custom component),
 `make_tree_core` returns that core, and logs the reason.
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import TYPE_CHECKING
+from hashlib import sha256
+from typing import TYPE_CHECKING, cast
 
+import torch
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
     create_tree_core,
@@ -29,7 +31,9 @@ from kvpool.integrations.sglang.tree_policy import eviction_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FunctionType
 
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -44,7 +48,9 @@ __all__ = [
 
 _NAME = "kvpool"
 _FULL = ComponentType.FULL
-
+_MOST = (1 << 63) - 1
+_CHECKPOINT = "3a20fa5c0617352cc19485b47d5fc54b429288fe6deb62747ed95f4fd7ffd098"
+"""The SHA-256 of the source of SGLang's `checkpoint_into_tree` that this module has a shorter one for."""
 
 _logger = logging.getLogger("kvpool")
 
@@ -129,8 +135,72 @@ def make_tree_core(
     return create_tree_core("rust", params, components)
 
 
+def _is_known(function: object, digest: str) -> bool:
+    """Return whether a function of SGLang is the one whose source has this SHA-256."""
+    try:
+        source = inspect.getsource(cast("FunctionType", function))
+    except (OSError, TypeError):
+        return False
+    return sha256(source.encode()).hexdigest() == digest
+
+
+_KNOWS_CHECKPOINT = _is_known(UnifiedRadixCache.checkpoint_into_tree, _CHECKPOINT)
+
+
 class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's types are not installed
-    """SGLang's cache with one call for an eviction instead of two a leaf."""
+    """SGLang's cache with one call for an eviction instead of two a leaf, and fewer for a checkpoint."""
+
+    def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: object) -> None:
+        """Insert what a request has computed, and move its lock to the end of it.
+
+        SGLang's own method does it where the cache has more than full attention, or KV events.
+        """
+        core = self.tree_core
+        if not (
+            isinstance(core, KvTreeCore)
+            and self.tree_components == (_FULL,)
+            and not (core.is_eagle or core.kv_events.enabled or self.disable)
+            and _KNOWS_CHECKPOINT
+        ):
+            super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+            return
+        tokens, kv, priority, page = req.full_untruncated_fill_ids, req.kv, req.priority or 0, self.page_size
+        size = min(up_to, len(tokens))
+        if size <= 0:
+            return
+        size -= size % page
+        row = self.req_to_token_pool.req_to_token[kv.req_pool_idx]
+        # A copy: the row gets the tree's slots, while a group of frees keeps these.
+        slots = row[:size].to(torch.int64, copy=True)
+        namespace = req.extra_key if req.cache_salt is None else (req.extra_key, req.cache_salt)
+        protected = kv.cache_protected_len
+        found, node, actions = core.insert_plain(
+            tokens, slots, namespace, found=protected, inserted=kv.cache_inserted_len, priority=priority
+        )
+        self._apply_cache_actions(actions)
+        kv.cache_inserted_len = max(kv.cache_inserted_len, size)
+        # The answer is a node of its own, so that an eviction can drop it without the prompt.
+        prompt = req.origin_input_ids
+        length = len(prompt) - len(prompt) % page
+        if 0 < length < size:
+            _, _, actions = core.insert_plain(
+                prompt,
+                slots[:length],
+                namespace,
+                found=length,
+                inserted=length,
+                priority=min(priority + 1, _MOST),
+            )
+            self._apply_cache_actions(actions)
+        if found > protected:
+            # Another request had computed the same tokens: the row has its own slots, which were freed.
+            self.req_to_token_pool.write(
+                (kv.req_pool_idx, slice(protected, size)), self.path_device_indices(node)[protected:]
+            )
+        self.unlock(req.lock)
+        req.lock = self.lock(node)
+        kv.cache_protected_len = size
+        req.last_node = node
 
     def _evict_components(
         self,

@@ -298,6 +298,30 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         )
         return self._step(step, insertion)
 
+    def insert_plain(  # noqa: PLR0913  # what an insertion varies in
+        self,
+        tokens: Sequence[int],
+        slots: torch.Tensor,
+        namespace: Namespace | tuple[Namespace, ...],
+        *,
+        found: int,
+        inserted: int,
+        priority: int,
+    ) -> tuple[int, int, list[Action]]:
+        """Insert as many tokens as there are slots, whole pages, in a cache with full attention alone.
+
+        KV events are not recorded. Return the tokens that were there, the last node, and the actions.
+        """
+        if self._insertion is not None:
+            raise RuntimeError("concurrent insert walks")
+        step = self._tree.insert(
+            tokens, slots, 0, len(slots), namespace, found=found, inserted=inserted, priority=priority
+        )
+        self._owners.check()
+        if step.node is None:
+            raise RuntimeError("an insertion with full attention alone takes one step")
+        return step.found, step.node, [self._translated(action, slots) for action in step.actions()]
+
     def resume_insert(self) -> InsertStepResult:
         """Continue an insertion after the cache has done the action of the last step."""
         insertion = self._insertion
