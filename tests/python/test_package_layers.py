@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(__file__).parents[2] / "python" / "kvpool"
 # Imports of integrations that are not named after their engine.
-ENGINES = {"kv_events": {"blake3", "msgspec", "zmq"}}
+ENGINES = {"kv_events": {"blake3", "msgspec", "zmq"}, "vllm": {"prometheus_client", "vllm"}}
 
 # The modules of the package, by name.
 MODULES = {
@@ -49,6 +49,7 @@ PRIVATE = {
     "integrations.sglang.tree_core": {"HybridFrees", "HybridStep", "HybridTree"},
     "integrations.sglang.tree_events": {"HybridTree"},
     "integrations.sglang.tree_owners": {"HybridTree"},
+    "integrations.vllm.hashing": {"BlockHasher"},
     "integrations.vllm.block_pool": {"Block", "BlockMap", "BlockQueue"},
     "integrations.vllm.offload": {
         "OffloadOrder",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.integrations.vllm import install
+from kvpool.integrations.vllm.replaced import install
 
 install()
 
