@@ -63,6 +63,7 @@ __all__ = [
     "BatchPlan",
     "BatchPlanner",
     "Block",
+    "BlockHasher",
     "BlockMap",
     "BlockQueue",
     "Buffer",
