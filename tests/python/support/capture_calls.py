@@ -365,6 +365,7 @@ ENTRIES: dict[str, Entry] = {
     # An engine's blocks: on the host, too.
     "BlockQueue()": Entry(lambda w: w.spare.append(_kvpool.BlockQueue(1)), WORKS),
     "BlockMap()": Entry(lambda w: w.spare.append(_kvpool.BlockMap()), WORKS),
+    "BlockHasher()": Entry(lambda w: w.spare.append(_kvpool.BlockHasher("sha256", 16)), WORKS),
     **{name: block_call(call) for name, call in BLOCK_CALLS.items()},
     # HybridTree: the tree is on the host, and so are its answers.
     "HybridTree()": Entry(lambda w: w.spare.append(_kvpool.HybridTree(1)), WORKS),

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from capture_entry import WORKS, Entry
 from capture_world import PAGE, Blocks, Offloaded, World
 
+from kvpool import _kvpool
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -76,6 +78,7 @@ BLOCK_CALLS: dict[str, Callable[[Blocks], object]] = {
     "BlockQueue.alloc": lambda b: b.queue.alloc(1, b.map, b.more),
     "BlockQueue.free": lambda b: b.queue.free(b.taken),
     "BlockQueue.retain": lambda b: b.queue.retain(b.taken),
+    "BlockQueue.count_unused": lambda b: b.queue.count_unused(b.taken),
     "BlockMap.get_one_block": lambda b: b.map.get_one_block(b.key),
     "BlockMap.contain": lambda b: b.map.contain(b.key, 0),
     "BlockMap.insert": lambda b: b.map.insert(b"other", b.block),
@@ -84,6 +87,8 @@ BLOCK_CALLS: dict[str, Callable[[Blocks], object]] = {
     "BlockMap.items": lambda b: b.map.items(),
     "BlockMap.find": lambda b: b.map.find(b"hash", [0]),
     "BlockMap.find_prefix": lambda b: b.map.find_prefix([b"hash"], [0]),
+    "BlockMap.find_last_run": lambda b: b.map.find_last_run([b"hash"], [0], 1),
+    "BlockHasher.hashes": lambda _: _kvpool.BlockHasher("sha256", 2).hashes([1, 2], 0, b""),
     "BlockMap.cache": lambda b: b.map.cache(b.queue.blocks[3:], [b"other"], 0, PAGE, PAGE, None, b.more),
 }
 """Calls of an engine's blocks."""

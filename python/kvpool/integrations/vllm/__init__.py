@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvpool.integrations.vllm.replaced import SEAMS, install
 
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 __all__ = ["SEAMS", "AsyncScheduler", "Scheduler", "install", "is_switched_on", "register"]
 
 
-def __getattr__(name: str) -> type[Any]:
-    if name not in ("AsyncScheduler", "Scheduler"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # vLLM is imported only once a class of it is needed.
-    from kvpool.integrations.vllm import scheduler  # noqa: PLC0415
+if not TYPE_CHECKING:  # a type checker would give every name this type
 
-    return getattr(scheduler, name)  # type: ignore[no-any-return]
+    def __getattr__(name: str) -> type:
+        if name not in ("AsyncScheduler", "Scheduler"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # vLLM is imported only once a class of it is needed.
+        from kvpool.integrations.vllm import scheduler  # noqa: PLC0415
+
+        return getattr(scheduler, name)
 
 
 def is_switched_on() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from kvpool.integrations.seams import EngineMismatchError, version_of
+from kvpool.integrations.seams import EngineMismatchError, version_of_module
 
 if TYPE_CHECKING:
     from prometheus_client import Gauge
@@ -59,7 +59,7 @@ def _tell() -> None:
     import kvpool  # noqa: PLC0415
     from kvpool.integrations.vllm.seams import VLLM  # noqa: PLC0415
 
-    found = version_of(VLLM.package) or "of unknown version"
+    found = version_of_module(VLLM.package)
     # A logger of another name has no handler in vLLM.
     init_logger("vllm.plugins.kvpool").info(
         "vLLM %s is on kvpool %s: %s", found, kvpool.__version__, ", ".join(SEAMS)
