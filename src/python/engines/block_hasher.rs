@@ -25,12 +25,14 @@ impl HashFunction {
     /// Writes the hash of `bytes` to the front of `hash`, and returns its length.
     fn write(self, bytes: &[u8], hash: &mut [u8; LONGEST]) -> usize {
         match self {
-            Self::Sha256 => *hash = Sha256::digest(bytes).into(),
-            Self::XxHash3 => hash[..16].copy_from_slice(&XxHash3_128::oneshot(bytes).to_be_bytes()),
-        }
-        match self {
-            Self::Sha256 => 32,
-            Self::XxHash3 => 16,
+            Self::Sha256 => {
+                *hash = Sha256::digest(bytes).into();
+                32
+            }
+            Self::XxHash3 => {
+                hash[..16].copy_from_slice(&XxHash3_128::oneshot(bytes).to_be_bytes());
+                16
+            }
         }
     }
 }
