@@ -82,13 +82,14 @@ pub(in crate::pool) struct OutgoingPieces {
 #[derive(Debug)]
 pub(in crate::pool) struct StoringCount {
     tier: Arc<HostTier>,
+    kind: PieceKind,
     count: usize,
 }
 
 impl Drop for StoringCount {
     fn drop(&mut self) {
         let _gate = ForkGate::enter_on_own_thread();
-        self.tier.counts.lock().storing -= self.count;
+        self.tier.counts.lock().storing[self.kind as usize] -= self.count;
     }
 }
 
@@ -189,11 +190,11 @@ impl HostTier {
         SendingGuard(Arc::clone(self))
     }
 
-    /// Returns how many more pieces of a kind a store may read: at most half of all places are kept for it.
+    /// Returns how many more pieces of a kind a store may read: at most half of the places of the kind are kept for it.
     pub(in crate::pool) fn room_to_send(&self, kind: PieceKind) -> usize {
         let max = self.storage(kind).map_or(0, |storage| storage.capacity().div_ceil(2));
         let _gate = ForkGate::enter_on_own_thread();
-        max.saturating_sub(self.counts.lock().storing)
+        max.saturating_sub(self.counts.lock().storing[kind as usize])
     }
 
     /// Changes the number of pieces that wait until a store can take them.
@@ -220,9 +221,9 @@ impl HostTier {
         self.note_damage(kind, &damaged);
         let count = keys.len();
         let gate = ForkGate::enter_on_own_thread();
-        self.counts.lock().storing += count;
+        self.counts.lock().storing[kind as usize] += count;
         drop(gate);
-        let storing = StoringCount { tier: Arc::clone(self), count };
+        let storing = StoringCount { tier: Arc::clone(self), kind, count };
         (keys, OutgoingPieces { tier: Arc::clone(self), kind, entries }, storing)
     }
 

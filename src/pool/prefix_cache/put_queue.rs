@@ -159,11 +159,8 @@ impl PutQueue {
     /// Sends pieces that wait: as many as the tier may keep for the store, or all.
     fn send_waiting(self: &Arc<Self>, is_last: bool) {
         let tier = self.store_access.tier();
-        // The kinds share the room: what one has left may be what the other waits for.
         for kind in PieceKind::ALL {
             self.end_puts(kind, is_last);
-        }
-        for kind in PieceKind::ALL {
             // Pieces that the tier has evicted leave room for others, and no put of them ends later.
             while self.send_some(kind, if is_last { usize::MAX } else { tier.room_to_send(kind) }) {}
         }
