@@ -23,7 +23,7 @@ DRIVER := target/software_driver/lib/libcuda.so.1
 DRIVER_SOURCES := $(shell find tests/software_driver -name "*.rs" -o -name "*.cpp" -o -name "Cargo.*") $(wildcard src/kernels/*.cu*)
 CUDA_TOOLS := $(VENV)/cuda-tools
 # What is tested or measured beside kvpool: `tests/engines/install` says what each folder has.
-ENGINES := $(addprefix $(VENV)/,$(addsuffix /.installed,engines mooncake nixl flashinfer vllm lmcache vllm-engine vllm-router))
+ENGINES := $(addprefix $(VENV)/,$(addsuffix /.installed,engines mooncake nixl flashinfer vllm lmcache vllm-engine))
 # vLLM's servers, its router, and how K and V go from one to the other.
 CLUSTER := $(addprefix $(VENV)/,$(addsuffix /.installed,vllm-router nixl))
 OLD_TORCH := $(VENV)/torch-2.4
@@ -145,7 +145,7 @@ test-vllm-engine: $(DEV) $(CLUSTER)
 	$(PYTEST) --timeout=3600 tests/engines/test_vllm_engine.py tests/engines/test_vllm_cluster.py
 
 # The long runs: SGLang in many configurations, all tests of vLLM and LMCache that need no GPU.
-engine-runs: $(DEV) $(ENGINES) $(SGLANG_TORCH)/.installed
+engine-runs: $(DEV) $(ENGINES) $(CLUSTER) $(SGLANG_TORCH)/.installed
 	KVPOOL_ENGINE_REQUESTS=3000 KVPOOL_SGLANG_TORCH=$(abspath $(SGLANG_TORCH)) \
 	    $(PYTEST) --timeout=3600 tests/python/test_pymllm.py tests/engines
 
