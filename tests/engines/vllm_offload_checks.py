@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import vllm_copies
+import vllm_lockstep
 from nano_models import make
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -86,13 +86,13 @@ def test_both_managers_of_chunks_answer_the_same(moved: dict[str, int]) -> None:
     plain = make_engine(place, kvpool=True)
     expected = rounds(plain)
     plain.engine_core.shutdown()
-    vllm_copies.CALLS.clear()
-    lockstep = offloading(spec_name="LockstepSpec", spec_module_path="vllm_copies")
+    vllm_lockstep.CALLS.clear()
+    lockstep = offloading(spec_name="LockstepSpec", spec_module_path="vllm_lockstep")
     engine = make_engine(place, kvpool=True, **SMALL, **lockstep)
     assert rounds(engine) == expected
     assert moved["down"] > moved["up"] > 0
     called = {"lookup", "prepare_load", "complete_load", "prepare_store", "complete_store"}
-    assert called <= vllm_copies.CALLS.keys()
+    assert called <= vllm_lockstep.CALLS.keys()
     engine.engine_core.shutdown()
 
 
