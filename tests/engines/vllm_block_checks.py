@@ -22,7 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core as vllm_core
 
 import kvpool
-from kvpool._kvpool import Block, BlockQueue
+from kvpool._kvpool import Block, BlockHasher, BlockQueue
 from kvpool.errors import IndexOwnershipError
 from kvpool.integrations import vllm as plugin
 from kvpool.integrations.seams import EngineMismatchError
@@ -339,6 +339,23 @@ def test_another_replacement_is_named_and_nothing_is_replaced(
     with pytest.raises(EngineMismatchError, match=f"Other, and not its own {name}"):
         plugin.register()
     assert now() == [*own[:at], other, *own[at + 1 :]]
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 256, 4096])
+@pytest.mark.parametrize("most", [20, 300, 70_000, 2**31 - 1])
+def test_hashes_are_those_of_vllm(algorithm: str, block_size: int, most: int) -> None:
+    function = vllm_hashing.get_hash_fn_by_name(algorithm)
+    numbers = random.Random(block_size)  # noqa: S311
+    tokens = [numbers.randrange(most + 1) for _ in range(3 * block_size)]
+    parent = function("parent")
+    expected: list[bytes] = []
+    for at in range(0, len(tokens), block_size):
+        block = tokens[at : at + block_size]
+        expected.append(
+            kv_cache_utils.hash_block_tokens(function, expected[-1] if expected else parent, block)
+        )
+    assert BlockHasher(algorithm, block_size).hashes(tokens, 0, parent) == expected
 
 
 def test_a_hash_that_vllm_computes_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
