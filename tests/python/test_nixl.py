@@ -377,8 +377,9 @@ def test_the_examples_run(nixl: dict[str, str], name: str) -> None:
     arguments = [str(path)]
     if path.suffix == ".md":
         text = path.read_text("utf-8")
-        arguments = ["-c", *re.findall(r"^```python nixl\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
-        assert len(arguments) == 2
+        examples = re.findall(r"^```python nixl\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        assert len(examples) == 2
+        arguments = ["-c", "\n".join(examples)]
     done = subprocess.run(
         [sys.executable, *arguments],
         env=nixl,

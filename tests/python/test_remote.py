@@ -16,11 +16,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool import ConfigError, KVPool, TokenToKVPoolAllocator, metrics, snapshot
+from kvpool import ArgumentError, ConfigError, KVPool, TokenToKVPoolAllocator, metrics, snapshot
 from kvpool._endpoints import endpoints
 from kvpool.observe.snapshot import owners, take_endpoint
 from kvpool.observe.snapshot_png import to_figure
-from kvpool.remote import TransferError, messages
+from kvpool.remote import LeaseKey, LeaseKeys, Rows, TransferError, messages
 from kvpool.remote.reads import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -351,6 +351,95 @@ def test_fences_that_are_asked_together_share_a_poll(
     assert network.calls == ["notes"] * 2
 
 
+# Memory of another library, and keys of a scheduler
+
+
+class Arrays:
+    """Arrays of numpy as an engine's buffers: `count` apart from each other, of different rows."""
+
+    def __init__(self, seed: int, rows: int = 20, count: int = 3) -> None:
+        drawn = np.random.default_rng(seed)
+        self.arrays = [drawn.random((rows, 4 + at), np.float32) for at in range(count)]
+        self.rows = Rows(
+            [(array.ctypes.data, array.strides[0]) for array in self.arrays], rows=rows, shape={"blocks": 32}
+        )
+
+    def of(self, slots: Sequence[int]) -> list[list[list[float]]]:
+        return [array[[*slots]].tolist() for array in self.arrays]
+
+
+def test_rows_of_another_library_are_read(network: Network) -> None:
+    lent, filled = Arrays(1), Arrays(2)
+    a, b = network.endpoint("a", lent.rows), network.endpoint("b", filled.rows)
+    wanted, rest = lent.of([3, 4, 19]), filled.of([0, 1, 2, 3, 4, 5, 6, 8, 10])
+    peer = b.connect(a.metadata())
+    assert peer.read(peer.slots(a.lend([3, 4, 19]).ticket), [7, 9, 11]).wait()
+    assert filled.of([7, 9, 11]) == wanted
+    assert filled.of([0, 1, 2, 3, 4, 5, 6, 8, 10]) == rest
+    # Each buffer is a region: nothing is said of what is between them.
+    regions = {(one.address, one.size) for agent in network.agents.values() for one in agent.memory}
+    assert {(array.ctypes.data, array.nbytes) for one in (lent, filled) for array in one.arrays} <= regions
+    for slot in (0, 20):
+        with pytest.raises(IndexError, match=rf"slot {slot} is outside \[1, 20\) of kv"):
+            a.lend([slot])
+
+
+def test_rows_that_differ_are_refused(network: Network) -> None:
+    here = Arrays(1)
+    a = network.endpoint("a", here.rows)
+    other = Rows([(here.arrays[0].ctypes.data, 16)], rows=20, shape={"blocks": 16})
+    with pytest.raises(ArgumentError, match="blocks of kv is 16 at b and 32 at a"):
+        a.connect(network.endpoint("b", other).metadata())
+    fewer = Arrays(2, count=2)
+    with pytest.raises(ArgumentError, match=r"rows of \[16, 20\] bytes at c and \[16, 20, 24\] at a"):
+        a.connect(network.endpoint("c", fewer.rows).metadata())
+    with pytest.raises(ArgumentError, match="at d"):
+        a.connect(network.endpoint("d", filled()).metadata())
+
+
+@pytest.mark.parametrize(("buffers", "rows"), [([], 1), ([(64, 8)], 0), ([(0, 8)], 1), ([(64, 0)], 1)])
+def test_rows_without_memory_are_refused(buffers: list[tuple[int, int]], rows: int) -> None:
+    with pytest.raises(ConfigError, match="not buffers of rows"):
+        Rows(buffers, rows=rows, shape={})
+
+
+def test_a_scheduler_writes_the_tickets_of_what_its_workers_lend(network: Network) -> None:
+    """One key for the same slots of two workers, each of which has half of the heads."""
+    keys = LeaseKeys()
+    key = keys.take()
+    ticket = key.ticket(np.array([4, 2], np.int32), 9.0)
+    ends: list[tuple[SlotLease, Transfer]] = []
+    for rank in range(2):
+        pools = filled(seed=1 + rank), filled(seed=5)
+        a, b = network.endpoint(f"a{rank}", pools[0]), network.endpoint(f"b{rank}", pools[1])
+        peer = b.connect(a.metadata())
+        early = peer.read(peer.slots(ticket), [7, 8], keep=True)
+        with pytest.raises(TransferError, match="was over"):
+            early.wait()
+        lease = a.lend([4, 2], lease_s=9.0, key=key)
+        assert lease.ticket == ticket
+        with pytest.raises(TransferError, match=f"word {key.word} of 4096 is not that of a new lease"):
+            a.lend([3], key=LeaseKey(key.word, key.nonce + 1))
+        assert a.stats()["leases"] == 1
+        transfer = peer.read(peer.slots(ticket), [7, 8])
+        assert transfer.wait()
+        assert torch.equal(rows(pools[1], [7, 8]), rows(pools[0], [4, 2]))
+        ends.append((lease, transfer))
+    assert all(lease.wait(1) and lease.returned for lease, _ in ends)
+    keys.give_back(key)
+
+
+def test_keys_are_used_again_as_late_as_possible() -> None:
+    keys = LeaseKeys()
+    taken = [keys.take() for _ in range(4096)]
+    assert len({key.word for key in taken}) == len({key.nonce for key in taken}) == 4096
+    with pytest.raises(TransferError, match="4096 leases last"):
+        keys.take()
+    for key in (taken[9], taken[3]):
+        keys.give_back(key)
+    assert [keys.take().word, keys.take().word] == [taken[9].word, taken[3].word]
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_waiting_ends_when_another_thread_polls(monkeypatch: pytest.MonkeyPatch, *, ends: bool) -> None:
     """By one that ends the lease, or one whose poll finds that it has ended."""
@@ -561,7 +650,7 @@ def test_snapshots_show_what_is_under_transfer(network: Network, tmp_path: Path)
             for span in one.spans
         ]
 
-    (first, second, third), anyone = (4095, 4094, 4093), "lent to whoever has the ticket"
+    (first, second, third), anyone = (0, 1, 2), "lent to whoever has the ticket"
     assert shown("a") == [
         (1, 5, "idle", []),
         (5, 6, "lent", [f"{anyone}: lease {second}, 19.0 s left"]),

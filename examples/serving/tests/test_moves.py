@@ -248,7 +248,7 @@ def test_a_ticket_that_comes_too_late_is_of_no_use(network: Network) -> None:
 
 def test_without_leases_the_second_engine_computes(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(network, {"size": 64})
-    monkeypatch.setattr(pair.prefill.endpoint._core.leases, "_free", [])
+    monkeypatch.setattr(pair.prefill.endpoint._core.leases._keys, "_free", {})
     pair.submit([1, 2, 3], 4)
     pair.run()
     pair.assert_served()

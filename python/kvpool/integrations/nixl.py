@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvpool._kvpool import GDNPool, KVPool
-    from kvpool.remote import Blocks, Indices, Memory
+    from kvpool.remote import Blocks, Indices, Memory, Rows
 
 __all__ = ["Endpoint", "EndpointStats", "Peer", "RemoteSlots", "SlotLease", "Transfer", "TransferError"]
 
@@ -208,7 +208,7 @@ class Endpoint(AnyEndpoint):
 
     Args:
         name: The unique name of the endpoint.
-        kv: The pool whose slots are lent and read into.
+        kv: The pool whose slots are lent and read into, or the memory of another library.
         states: The pool of the states that belong to them.
         agent: An existing `nixl_agent`. With one, a read from a stopped peer keeps its slots until NIXL gives
             up. By default the endpoint makes its own agents, and closes them to end such reads.
@@ -226,7 +226,7 @@ class Endpoint(AnyEndpoint):
     def __init__(  # noqa: PLR0913 - pools, and how they are reached
         self,
         name: str,
-        kv: KVPool,
+        kv: KVPool | Rows,
         *,
         states: GDNPool | None = None,
         agent: NixlAgent | None = None,

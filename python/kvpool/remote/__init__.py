@@ -3,7 +3,9 @@
 from kvpool.remote.agent import Agent, Blocks, Indices, Link, Memory, Reading
 from kvpool.remote.endpoint import Endpoint, Peer, SlotLease, Transfer
 from kvpool.remote.errors import TransferError
+from kvpool.remote.leases import LeaseKey, LeaseKeys
 from kvpool.remote.messages import RemoteSlots
+from kvpool.remote.rows import Rows
 from kvpool.typing import EndpointStats
 
 __all__ = [
@@ -12,11 +14,14 @@ __all__ = [
     "Endpoint",
     "EndpointStats",
     "Indices",
+    "LeaseKey",
+    "LeaseKeys",
     "Link",
     "Memory",
     "Peer",
     "Reading",
     "RemoteSlots",
+    "Rows",
     "SlotLease",
     "Transfer",
     "TransferError",

@@ -21,12 +21,14 @@ from kvpool.remote.leases import Lease, Leases
 from kvpool.remote.marks import mark
 from kvpool.remote.messages import Introduction, Offered, RemoteSlots, Returned
 from kvpool.remote.reads import Read, Reads
+from kvpool.remote.rows import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvpool._kvpool import GDNPool, KVPool
     from kvpool.remote.agent import Agent, Blocks, Indices
+    from kvpool.remote.leases import LeaseKey
     from kvpool.typing import EndpointStats, IndicesLike
 
 _logger = logging.getLogger("kvpool")
@@ -61,7 +63,7 @@ class Core:
     def __init__(  # noqa: PLR0913 - those of an endpoint
         self,
         name: str,
-        kv: KVPool,
+        kv: KVPool | Rows,
         states: GDNPool | None,
         new_agent: NewAgent,
         *,
@@ -91,7 +93,11 @@ class Core:
         self._memory = [
             Memory(words.ctypes.data, words.nbytes, None) for words in (self.leases.words, self.reads.words)
         ]
-        self._memory += messages.regions(self.introduction)
+        for pool, rows in zip(messages.POOLS, self._pools, strict=True):
+            if isinstance(rows, Rows):
+                self._memory += rows.regions(self.introduction.device)
+            else:
+                self._memory += messages.regions(self.introduction, pool)
         # Reads go through agents of their own: those can be closed while peers read here.
         self._agent: Agent = new_agent(self.introduction.agent, self._memory, self._blocks)
         self.introduction = self.introduction._replace(metadata=self._agent.metadata())
@@ -149,7 +155,9 @@ class Core:
             for pool, listed in zip(messages.POOLS, (slots, states), strict=True)
         ]
 
-    def lend(self, rows: Sequence[Indices], lease_s: float, *, is_writable: bool) -> Lease:
+    def lend(
+        self, rows: Sequence[Indices], lease_s: float, *, is_writable: bool, key: LeaseKey | None = None
+    ) -> Lease:
         """Lend slots."""
         check_seconds(0.0, messages.MAX_SECONDS, lease_s=lease_s)
         numbers = messages.number_rows(self.introduction, *rows)
@@ -158,7 +166,7 @@ class Core:
             self.poll()
             slots, states = rows
             until = mark(self.introduction.device)
-            return self.leases.lend(slots, states, numbers, lease_s, until, is_writable=is_writable)
+            return self.leases.lend(slots, states, numbers, lease_s, until, is_writable=is_writable, key=key)
 
     def read(self, peer: Introduction, remote: RemoteSlots, rows: Sequence[Indices], *, keep: bool) -> Read:
         """Begin to read the slots of a peer."""
@@ -377,7 +385,7 @@ def _slots(indices: IndicesLike, rows: int, pool: str) -> Indices:
     return flat.astype(np.int32)
 
 
-def _introduce(name: str, kv: KVPool, states: GDNPool | None, words: np.ndarray) -> Introduction:
+def _introduce(name: str, kv: KVPool | Rows, states: GDNPool | None, words: np.ndarray) -> Introduction:
     if not 0 < len(name) <= messages.MAX_NAME or "/" in name:
         raise ConfigError(f"name is {name!r:.40}, not 1 to {messages.MAX_NAME} characters without a slash")
     device = None if kv.device == "cpu" else int(kv.device.rpartition(":")[2])
@@ -398,7 +406,7 @@ def _introduce(name: str, kv: KVPool, states: GDNPool | None, words: np.ndarray)
     )
 
 
-def _shapes(kv: KVPool, states: GDNPool | None) -> dict[str, dict[str, int | str] | None]:
+def _shapes(kv: KVPool | Rows, states: GDNPool | None) -> dict[str, dict[str, int | str] | None]:
     """Return the properties that rows of both sides must have in common."""
     names = ("layer_num", "k_head_num", "k_head_dim", "v_head_num", "v_head_dim")
     state_names = (
@@ -415,4 +423,5 @@ def _shapes(kv: KVPool, states: GDNPool | None) -> dict[str, dict[str, int | str
             "dtype": str(pool.dtype).removeprefix("torch.")
         }
 
-    return {"kv": shape(kv, names), "states": None if states is None else shape(states, state_names)}
+    of_kv = kv.shape if isinstance(kv, Rows) else shape(kv, names)
+    return {"kv": of_kv, "states": None if states is None else shape(states, state_names)}

@@ -21,9 +21,10 @@ from kvpool.remote.reads import PATIENCE_S
 if TYPE_CHECKING:
     from kvpool._kvpool import GDNPool, KVPool
     from kvpool.remote.core import NewAgent
-    from kvpool.remote.leases import Lease
+    from kvpool.remote.leases import Lease, LeaseKey
     from kvpool.remote.messages import Introduction
     from kvpool.remote.reads import Read
+    from kvpool.remote.rows import Rows
     from kvpool.typing import EndpointStats, IndicesLike
 
 
@@ -284,7 +285,7 @@ class Endpoint(Closing):
 
     Args:
         name: The name of the endpoint, which no other has: up to 200 characters without a slash.
-        kv: The pool whose slots are lent and read into.
+        kv: The pool whose slots are lent and read into, or the memory of another library.
         states: The pool of the states that belong to them.
         new_agent: Makes one end of a network.
         may_cut: Whether the endpoint may close an agent to end its reads. Otherwise a read from a stopped
@@ -301,7 +302,7 @@ class Endpoint(Closing):
     def __init__(  # noqa: PLR0913 - pools, and how they are reached
         self,
         name: str,
-        kv: KVPool,
+        kv: KVPool | Rows,
         *,
         states: GDNPool | None = None,
         new_agent: NewAgent,
@@ -353,6 +354,7 @@ class Endpoint(Closing):
         states: IndicesLike = (),
         lease_s: float = 30.0,
         writable: bool = False,
+        key: LeaseKey | None = None,
     ) -> SlotLease:
         """Lend slots to a peer: send it the `ticket`, and free the slots `after` the lease.
 
@@ -362,14 +364,16 @@ class Endpoint(Closing):
             lease_s: Seconds of the lease, if the peer does not return it earlier. The peer discards rows
                 that it has not read by then.
             writable: Whether the peer fills the slots, with `Peer.write`. Otherwise it reads them.
+            key: A key from `LeaseKeys` of the process that writes the tickets; by default a new one. All
+                leases of an endpoint have keys of one kind: its own, or those of one `LeaseKeys`.
 
         Raises:
             IndexError: If a slot is outside of its pool.
             ConfigError: If `lease_s` is not in [0, 86400].
-            TransferError: If the endpoint is closed, or too many leases last.
+            TransferError: If the endpoint is closed, too many leases last, or one has this key.
         """
         rows = self._core.rows(slots, states)
-        return SlotLease(self._core, self._core.lend(rows, lease_s, is_writable=writable))
+        return SlotLease(self._core, self._core.lend(rows, lease_s, is_writable=writable, key=key))
 
     def poll(self) -> None:
         """Answer peers, and advance transfers.

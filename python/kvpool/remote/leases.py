@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from kvpool.remote import messages
 from kvpool.remote.errors import TransferError
 from kvpool.remote.messages import RemoteSlots
 
@@ -23,6 +24,65 @@ if TYPE_CHECKING:
 
 MAX_LEASES = 4096
 """The most leases of an endpoint at once."""
+
+
+class LeaseKey(NamedTuple):
+    """What tells a lease from all others, made by `LeaseKeys.take`.
+
+    Attributes:
+        word: The index of the word that shows whether the lease lasts.
+        nonce: The value of this word as long as it does. It cannot be guessed.
+    """
+
+    word: int
+    nonce: int
+
+    def ticket(self, slots: Indices, lease_s: float) -> bytes:
+        """Return the ticket of a lease of this key, for a process that has not made the lease itself.
+
+        Args:
+            slots: The slots of the lease, int32, in its order.
+            lease_s: Seconds that are left of it.
+        """
+        deadline = time.monotonic() + lease_s
+        none = np.empty(0, np.int32)
+        return messages.encode_ticket(RemoteSlots(slots, none, False, self.word, self.nonce, deadline))
+
+
+class LeaseKeys:
+    """Keys for the leases of an endpoint, or of several that lend the same slots at the same time.
+
+    An engine whose scheduler decides what its workers lend takes the keys there.
+    """
+
+    def __init__(self) -> None:
+        # In the order in which they were used, so that a key is used again as late as possible.
+        self._free: dict[int, None] = dict.fromkeys(range(MAX_LEASES))
+
+    def take(self) -> LeaseKey:
+        """Return a key that no lease has.
+
+        Raises:
+            TransferError: If too many leases last.
+        """
+        if not self._free:
+            raise TransferError(f"{MAX_LEASES} leases last, which is the limit")
+        return self.claim(LeaseKey(next(iter(self._free)), 1 + secrets.randbelow((1 << 63) - 1)))
+
+    def claim(self, key: LeaseKey) -> LeaseKey:
+        """Return a key that was taken elsewhere, as one that has a lease now.
+
+        Raises:
+            TransferError: If a lease that lasts has its word.
+        """
+        if key.word not in self._free:
+            raise TransferError(f"word {key.word} of {MAX_LEASES} is not that of a new lease")
+        del self._free[key.word]
+        return key
+
+    def give_back(self, key: LeaseKey) -> None:
+        """Take back a key whose lease is over."""
+        self._free[key.word] = None
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +123,7 @@ class Leases:
 
     def __init__(self) -> None:
         self.words: npt.NDArray[np.uint64] = np.zeros(MAX_LEASES, np.uint64)
-        self._free = [*range(MAX_LEASES)]
+        self._keys = LeaseKeys()
         self._lasting: dict[int, Lease] = {}
         # Leases that have ended, into whose slots a read still brings rows.
         self._arriving: list[Lease] = []
@@ -83,16 +143,14 @@ class Leases:
         mark: Mark | None,
         *,
         is_writable: bool,
+        key: LeaseKey | None = None,
     ) -> Lease:
-        """Lend slots.
+        """Lend slots, under a key of these leases or one that was taken elsewhere.
 
         Raises:
-            TransferError: If too many leases last.
+            TransferError: If too many leases last, or one has the key.
         """
-        if not self._free:
-            raise TransferError(f"{len(self._lasting)} leases last, which is the limit")
-        word = self._free.pop()
-        nonce = 1 + secrets.randbelow((1 << 63) - 1)
+        word, nonce = self._keys.take() if key is None else self._keys.claim(key)
         now = time.monotonic()
         lease = Lease(RemoteSlots(slots, states, is_writable, word, nonce, now + seconds), rows, mark, now)
         self._lasting[word] = lease
@@ -111,7 +169,7 @@ class Leases:
             return False
         self.words[word] = 0
         del self._lasting[word]
-        self._free.append(word)
+        self._keys.give_back(LeaseKey(word, lease.remote.nonce))
         lease.state = state
         if lease.filled_by is not None:
             self._arriving.append(lease)

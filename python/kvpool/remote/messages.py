@@ -395,15 +395,14 @@ def blocks(introduction: Introduction) -> tuple[Blocks, Blocks]:
     return Blocks(pools, introduction.device), Blocks(((address, WORD_BYTES, count),), None)
 
 
-def regions(introduction: Introduction) -> list[Memory]:
-    """Return the memory of an endpoint's pools. Buffers of one pool lie in one region."""
-    found = []
-    for pool in POOLS:
-        if buffers := introduction.buffers[pool]:
-            start = min(address for address, _ in buffers)
-            end = max(address + introduction.rows[pool] * size for address, size in buffers)
-            found.append(Memory(start, end - start, introduction.device))
-    return found
+def regions(introduction: Introduction, pool: str) -> list[Memory]:
+    """Return the memory of a pool of an endpoint. Its buffers lie in one region."""
+    buffers = introduction.buffers[pool]
+    if not buffers:
+        return []
+    start = min(address for address, _ in buffers)
+    end = max(address + introduction.rows[pool] * size for address, size in buffers)
+    return [Memory(start, end - start, introduction.device)]
 
 
 def bytes_of(introduction: Introduction, remote: RemoteSlots) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pytest
 
-    from kvpool.remote import Blocks, Memory
+    from kvpool.remote import Blocks, Memory, Rows
 
     Indices = npt.NDArray[np.int32]
 
@@ -184,7 +184,7 @@ class Network:
     def endpoint(
         self,
         name: str,
-        kv: kvpool.KVPool,
+        kv: kvpool.KVPool | Rows,
         states: kvpool.GDNPool | None = None,
         *,
         may_cut: bool = True,
