@@ -142,7 +142,7 @@ engine-test: $(DEV) $(ENGINES)
 # A whole vLLM on the CPU: every step, token and block on its own classes and on kvpool's; and two servers.
 # A part of `make engine-runs`.
 test-vllm-engine: $(DEV) $(CLUSTER)
-	$(PYTEST) --timeout=3600 tests/engines/test_vllm_engine.py tests/engines/test_vllm_cluster.py
+	$(PYTEST) --timeout=3600 $(addprefix tests/engines/test_vllm_,engine.py transfer.py cluster.py)
 
 # The long runs: SGLang in many configurations, all tests of vLLM and LMCache that need no GPU.
 engine-runs: $(DEV) $(ENGINES) $(CLUSTER) $(SGLANG_TORCH)/.installed

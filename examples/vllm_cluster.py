@@ -39,8 +39,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "engines" / "vllm.md"
 
 PREFILL, DECODE = SERVERS = (8100, 8200)
 BY_EVENTS, APART = 8000, 8001
-PORTS = (*SERVERS, BY_EVENTS, APART, 5557, 5558, 5567, 5568, 5600, 5601, 29000, 29001)
-"""The ports that the page names: of the servers, the routers, events, replays, NIXL, the routers' metrics."""
+PORTS = (*SERVERS, BY_EVENTS, APART, 5557, 5558, 5567, 5568, 29000, 29001)
+"""The ports that the page names: of the servers, the routers, events, replays, the routers' metrics."""
 
 PREFIXES, SHARED, OWN, ROUNDS, ANSWER = 10, 640, 20, 3, 8
 """Prefixes, their tokens, tokens after them, requests for each prefix, and tokens of an answer."""

@@ -18,6 +18,7 @@ EXAMPLES = sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob(
 ELSEWHERE = {
     ROOT / "examples" / "serving" / "moving_request.py",  # `test_nixl.py` runs it
     ROOT / "examples" / "vllm_cluster.py",  # `tests/engines/test_vllm_cluster.py` runs it
+    ROOT / "examples" / "vllm_prefill_first.py",  # `tests/engines/test_vllm_transfer.py` runs it
 }
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(__file__).parents[2] / "python" / "kvpool"
 # Imports of integrations that are not named after their engine.
-ENGINES = {"kv_events": {"blake3", "msgspec", "zmq"}, "vllm": {"prometheus_client", "vllm"}}
+ENGINES = {"kv_events": {"blake3", "msgspec", "zmq"}, "vllm": {"numpy", "prometheus_client", "vllm"}}
 
 # The modules of the package, by name.
 MODULES = {

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.processes, pytest.mark.engines]
 
+CHECKS = ("", "block_", "event_", "finder_", "layout_", "transfer_")
+
 BRIEFLY = [
     *(f"{OFFLOADING}/{name}.py" for name in ("cpu/test_manager", "tiering/test_tiering_offloading")),
     f"{CORE}/test_prefix_caching.py",
@@ -46,9 +48,9 @@ def test_vllm_that_must_be_there_is_not_skipped(
 
 def test_tests_of_vllm_pass_on_kvpool(tmp_path: Path) -> None:
     """Classes and events of kvpool, and tests of vLLM with the blocks and the manager of kvpool."""
-    checks = [str(HERE / f"vllm_{name}checks.py") for name in ("", "block_", "event_", "finder_", "layout_")]
+    checks = [str(HERE / f"vllm_{name}checks.py") for name in CHECKS]
     own, ours = run(tmp_path, {"none": checks, "manager,blocks": BRIEFLY})
-    assert own.passed >= 15 + 105 + 9 + 4 + 5
+    assert own.passed >= 15 + 105 + 9 + 4 + 5 + 22
     assert not own.skipped
     assert ours.passed >= 120 + 230
     assert len(ours.skipped) == 7

@@ -42,7 +42,7 @@ def is_switched_on() -> bool:
 
 
 def register() -> None:
-    """Call `install` if the plugin is switched on, and make `KvpoolConnector` known by its name.
+    """Call `install` if the plugin is switched on, and make kvpool's connectors known by their names.
 
     vLLM calls this in each of its processes.
 
@@ -54,7 +54,6 @@ def register() -> None:
     install()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
 
-    with suppress(ValueError):  # it is known already
-        KVConnectorFactory.register_connector(
-            "KvpoolConnector", "kvpool.integrations.vllm.connector", "KvpoolConnector"
-        )
+    for name, module in (("KvpoolConnector", "connector"), ("KvpoolTransferConnector", "transfer")):
+        with suppress(ValueError):  # it is known already
+            KVConnectorFactory.register_connector(name, f"{__name__}.{module}", name)

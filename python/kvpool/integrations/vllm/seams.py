@@ -255,3 +255,36 @@ CONNECTOR: Seams = {
     },
 }
 """The methods that `connector` relies on, beside those of `offload`."""
+
+TRANSFER: Seams = {
+    f"{_CONNECTOR}.base.KVConnectorBase_V1": {
+        "__init__": "(self, vllm_config, role, kv_cache_config)",
+        "register_kv_caches": "(self, kv_caches)",
+        "get_handshake_metadata": "(self)",
+        "supports_sleep_mode": "(kv_transfer_config)",
+        "start_load_kv": "(self, forward_context, **kwargs)",
+        "get_transfer_results": "(self, finished_req_ids)",
+        "shutdown": "(self)",
+        "set_xfer_handshake_metadata": "(self, metadata)",
+        "bind_kv_cache_manager": "(self, kv_cache_manager)",
+        "on_new_request": "(self, request)",
+        "get_num_new_matched_tokens": "(self, request, num_computed_tokens)",
+        "update_state_after_alloc": "(self, request, blocks, num_external_tokens)",
+        "build_connector_meta": "(self, scheduler_output)",
+        "update_connector_output": "(self, connector_output)",
+        "request_finished": "(self, request, block_ids)",
+    },
+    f"{_CONNECTOR}.base.SupportsHMA": {"request_finished_all_groups": "(self, request, block_ids)"},
+    f"{_CONNECTOR}.base.KVConnectorTransferResults": {
+        "__init__": "(self, finished_sending=<factory>, finished_recving=<factory>, "
+        "failed_recving=<factory>)",
+    },
+    f"{_CORE}.kv_cache_manager.KVCacheManager": {"get_blocks": "(self, request_id)"},
+    **{manager: {"get_num_skipped_tokens": "(self, num_computed_tokens)"} for manager in _MANAGERS},
+    f"{_CORE}.block_pool.BlockPool": {"touch": "(self, blocks)", "free_blocks": "(self, ordered_blocks)"},
+    f"{_CORE}.kv_cache_manager.KVCacheBlocks": {
+        "get_block_ids": "(self, allow_none=False, *, group_ids=None)",
+    },
+    "vllm.v1.kv_cache_interface.group_kernel_blocks": {"": "(cache, num_blocks)"},
+}
+"""The methods that `transfer` and its halves rely on."""
