@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "integrations": {"", "remote"},
     "remote": {""},
     "models": {""},
-    "verify": {"", "integrations"},
+    "verify": {"", "integrations", "remote"},
     "tools": {"", "models", "verify", "integrations"},
 }
 

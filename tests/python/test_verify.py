@@ -795,8 +795,13 @@ def test_rows_between_processes_over_nixl() -> None:
 
 
 @pytest.mark.engines
-def test_offloading_of_vllm() -> None:
+@pytest.mark.parametrize(
+    ("over", "notes"),
+    [("vllm-offload", []), ("vllm-connector", []), ("vllm-transfer", ["without state"])],
+)
+def test_connectors_of_vllm(over: str, notes: list[str]) -> None:
     from vllm_runs import VLLM, require
 
     require()
-    assert run_with("vllm-offload", VLLM, VLLM.with_name("engines"))["proof"]["notes"] == []
+    places = (VLLM, VLLM.with_name("engines"), os.environ.get("KVPOOL_NIXL") or Path(sys.prefix) / "nixl")
+    assert run_with(over, *places)["proof"]["notes"] == notes

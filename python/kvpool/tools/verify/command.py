@@ -25,7 +25,17 @@ The first wrong byte is named by what it should be and what it is, and ends the
 command with status 1. What is not installed, or does not take the layout, is
 left out, with the reason. It needs no GPU."""
 
-OVER = ("pool", "arena", "host-tier", "arena-tier", "file-store", "nixl", "vllm-offload")
+OVER = (
+    "pool",
+    "arena",
+    "host-tier",
+    "arena-tier",
+    "file-store",
+    "nixl",
+    "vllm-offload",
+    "vllm-connector",
+    "vllm-transfer",
+)
 """What can be verified: the names of `kvpool.verify.DRIVERS`, which needs NumPy."""
 
 PAGE_SIZE, DTYPE, HEADS, HEAD_DIM = 16, "bfloat16", 2, 64
@@ -53,7 +63,7 @@ def make_parser() -> Parser:
         help=f"tokens per page (default: {PAGE_SIZE})",
     )
     add("--tp", type=count, default=1, metavar="N", help="GPUs that share each layer (default: 1)")
-    add("--over", metavar="NAMES", help=f"what moves the bytes: {', '.join(OVER)} (default: all)")
+    add("--over", metavar="NAMES", help=f"some of {', '.join(OVER)}")
     add("--tokens", type=count, metavar="N", help="tokens of all requests (default: about 64 MiB of them)")
     add("--device", default="cpu", metavar="DEVICE", help="device of the pools (default: cpu)")
     add("--json", action="store_true", help="print one JSON object instead of a table")

@@ -19,6 +19,8 @@ DRIVERS = {
     "file-store": ("file_store", "FileStoreDriver"),
     "nixl": ("nixl", "NixlDriver"),
     "vllm-offload": ("vllm_offload", "VllmOffloadDriver"),
+    "vllm-connector": ("vllm_connector", "VllmConnectorDriver"),
+    "vllm-transfer": ("vllm_transfer", "VllmTransferDriver"),
 }
 """Module and class of each driver."""
 

@@ -1,8 +1,6 @@
 """vLLM's offloading: its manager gives chunks of host memory out, its worker copies blocks there and back.
 
-The blocks lie as vLLM's engine has them: a tensor `[blocks, bytes of a page]` for each layer of a group,
-which groups with pages of the same size share, K and V of a page one behind the other. A chunk has two
-blocks, so that requests begin and end within one.
+A chunk has two blocks, so that requests begin and end within one.
 """
 
 from __future__ import annotations
@@ -15,37 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool._kvpool import CacheLayout
 from kvpool.errors import StateError
 from kvpool.verify.driver import Driver, LeftOutError
-from kvpool.verify.memory import rows_of
-from kvpool.verify.pattern import FREED, Array, Pattern
+from kvpool.verify.drivers.vllm_blocks import Blocks, page_bytes, part_of
+from kvpool.verify.pattern import Pattern
 from kvpool.verify.requests import Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
-    from kvpool._kvpool import Group
+    from kvpool._kvpool import CacheLayout
+    from kvpool.verify.pattern import Array
     from kvpool.verify.requests import Request
 
     Bytes = NDArray[np.uint8]
 
-_BLOCKS_PER_CHUNK = 2
+BLOCKS_PER_CHUNK = 2
 _MOST_HOST_BYTES = 1 << 30
-
-
-class _Tensors:
-    """Tensors that groups with pages of one size share, and their free blocks; 0 is vLLM's null block."""
-
-    def __init__(self, page_bytes: int, first: int) -> None:
-        self.page_bytes = page_bytes
-        self.first = first
-        self.count = 0
-        self.blocks = 1
-        self.free: list[int] = []
 
 
 class VllmOffloadDriver(Driver):
@@ -67,110 +54,68 @@ class VllmOffloadDriver(Driver):
         for package in ("torch", "vllm"):
             if importlib.util.find_spec(package) is None:
                 raise LeftOutError(f"{package} is not installed")
-        groups = sorted(layout.groups, key=lambda group: _page_bytes(layout, group))
+        groups = sorted(layout.groups, key=lambda group: page_bytes(layout, group))
         # A chunk has a place for the pages of all groups, which large states would make as large.
-        while len(groups) > 1 and _host_bytes(_part(layout, groups), tokens) > _MOST_HOST_BYTES:
+        while len(groups) > 1 and _host_bytes(part_of(layout, groups), tokens) > _MOST_HOST_BYTES:
             groups.pop()
-        super().__init__(_part(layout, groups))
+        super().__init__(part_of(layout, groups))
         left_out = [group.name for group in layout.groups if group not in groups]
         self.notes += [f"without {', '.join(left_out)}"] if left_out else []
         self._pattern = Pattern(self.layout)
-        self._groups: list[Group] = list(self.layout.groups)
         load = Workload(self._pattern, tokens)
-        self._shared = self._share(load)
-        self._tensors = [
-            _blocks(one.blocks, one.page_bytes, device) for one in self._shared for _ in range(one.count)
-        ]
+        self._engine = Blocks(self.layout, load, device)
         self._blocks: dict[int, list[list[int]]] = {}
         chunks = _chunks(load, self.layout)
         self._replaced: list[tuple[Any, str, object]] = []
         try:
-            made = _make(self._tensors, self._refs(), chunks, device, self._replace)
+            self._manager, self._worker = self._make(chunks, device)
+        except LeftOutError:
+            raise
         except Exception as error:
             self._restore()
             raise LeftOutError(f"vLLM has no such worker here: {error!r}") from error
-        self._manager, self._worker = made
         self._requests: dict[int, Request] = {}
         self._job = 0
 
-    def _share(self, load: Workload) -> list[_Tensors]:
-        """Return the tensors of all sizes of pages, with blocks for what lives and one request more."""
-        by_size: dict[int, _Tensors] = {}
-        for group in self._groups:
-            one = by_size.setdefault(self._page_bytes(group), _Tensors(self._page_bytes(group), 0))
-            one.count = max(one.count, len(group.layers))
-            one.blocks += load.units(group.name) + max(len(request.pages(group.name)) for request in load)
-        first = 0
-        for one in by_size.values():
-            one.first, one.free = first, list(range(1, one.blocks))
-            first += one.count
-        return list(by_size.values())
+    def _make(self, chunks: int, device: str) -> tuple[Any, Any]:
+        """Return a manager and a worker over the blocks."""
+        import torch  # noqa: PLC0415 - it is there
+        from vllm.v1.kv_offload.cpu import gpu_worker  # noqa: PLC0415 - of an engine
+        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager  # noqa: PLC0415
 
-    def _page_bytes(self, group: Group) -> int:
-        return _page_bytes(self.layout, group)
-
-    def _of(self, group: Group) -> _Tensors:
-        return next(one for one in self._shared if one.page_bytes == self._page_bytes(group))
-
-    def _refs(self) -> list[list[tuple[int, int]]]:
-        """Return tensor and bytes of a page of each layer of each group."""
-        return [
-            [(self._of(group).first + layer, self._page_bytes(group)) for layer in range(len(group.layers))]
-            for group in self._groups
-        ]
-
-    def _parts(self, group: Group, layer: int) -> Iterator[tuple[Array, Any, int, int]]:
-        """Yield array, tensor, and the bytes from and to which each plane of a layer has in a page."""
-        entries, begin = self._page_bytes(group) // int(group.entry_bytes), 0
-        for plane in group.planes:
-            end = begin + entries * int(plane.entry_bytes)
-            tensor = self._tensors[self._of(group).first + group.layers.index(layer)]
-            yield Array(group.name, layer, plane.name), tensor, begin, end
-            begin = end
-
-    def _alloc(self, request: Request) -> list[list[int]]:
-        blocks = []
-        for group in self._groups:
-            free = self._of(group).free
-            blocks.append([free.pop(0) for _ in request.pages(group.name)])
-        return blocks
-
-    def _free(self, blocks: list[list[int]]) -> None:
-        for group, numbers in zip(self._groups, blocks, strict=True):
-            shared = self._of(group)
-            for tensor in self._tensors[shared.first : shared.first + shared.count]:
-                rows_of(tensor, shared.page_bytes).put(np.array(numbers), FREED)
-            shared.free += numbers
+        is_on_host = torch.device(device).type == "cpu"
+        if is_on_host:
+            self._replace(gpu_worker, current_platform=_Platform(), PIN_MEMORY=False)
+        caches = canonical(self._engine, on_device=is_on_host)
+        worker = gpu_worker.CPUOffloadingWorker(caches, BLOCKS_PER_CHUNK, chunks)
+        if is_on_host:
+            for name in ("_store_handler", "_load_handler", "_expedited_load_handler"):
+                handler = getattr(worker, name)
+                handler._swap_blocks_batch = _copy  # noqa: SLF001 - what a kernel of vLLM does
+                handler._event_pool += [_Event(), _Event()]  # noqa: SLF001
+        return CPUOffloadingManager(chunks), worker
 
     def write(self, request: Request, data: Mapping[Array, Bytes]) -> None:
         self._requests[request.number] = request
-        blocks = self._blocks[request.number] = self._alloc(request)
-        for group, numbers in zip(self._groups, blocks, strict=True):
-            for layer in group.layers:
-                for array, tensor, begin, end in self._parts(group, layer):
-                    flat = data[array].reshape(len(numbers), -1)
-                    rows_of(tensor[:, begin:end], end - begin).put(np.array(numbers), flat)
+        blocks = self._blocks[request.number] = self._engine.alloc(request)
+        self._engine.write(blocks, data)
 
     def read(self, request: Request) -> Iterator[tuple[Array, Bytes]]:
-        for group, numbers in zip(self._groups, self._blocks[request.number], strict=True):
-            for layer in group.layers:
-                for array, tensor, begin, end in self._parts(group, layer):
-                    found = rows_of(tensor[:, begin:end], end - begin).read(np.array(numbers))
-                    yield array, found.reshape(len(numbers), -1, self._pattern.entry_bytes(array))
+        return self._engine.read(self._blocks[request.number])
 
     def move(self) -> None:
         for number, old in self._blocks.items():
             request = self._requests[number]
             for job in self._jobs(request, old):
                 self._store(job)
-            new = self._blocks[number] = self._alloc(request)
+            new = self._blocks[number] = self._engine.alloc(request)
             for job in self._jobs(request, new):
                 self._load(job)
-            self._free(old)
+            self._engine.free(old)
 
     def drop(self, request: Request) -> None:
         del self._requests[request.number]
-        self._free(self._blocks.pop(request.number))
+        self._engine.free(self._blocks.pop(request.number))
 
     def close(self) -> None:
         self._worker.shutdown()
@@ -189,7 +134,7 @@ class VllmOffloadDriver(Driver):
     def _jobs(self, request: Request, blocks: list[list[int]]) -> list[list[_Run]]:
         """Return what is copied at once: of each group at most one run of pages that follow each other."""
         runs: list[list[_Run]] = []
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(self._engine.groups):
             pages = request.pages(group.name)
             ends = [at + 1 for at in range(len(pages)) if pages[at + 1 : at + 2] != [pages[at] + 1]]
             of_group = []
@@ -205,7 +150,7 @@ class VllmOffloadDriver(Driver):
         """Return the key of a chunk, which says all that its blocks follow from."""
         from vllm.v1.kv_offload.base import make_offload_key  # noqa: PLC0415 - of an engine
 
-        group = self._groups[number]
+        group = self._engine.groups[number]
         each = self._pattern.unit_tokens(group.name) or len(request.tokens)
         begin, end = run.pages_of(chunk)
         text = np.array([begin, end, *request.tokens[: end * each]], np.int64).tobytes()
@@ -236,7 +181,7 @@ class VllmOffloadDriver(Driver):
         from vllm.v1.kv_offload.base import GPULoadStoreSpec  # noqa: PLC0415 - of an engine
 
         by_group = {run.group: run for run in job}
-        runs = [by_group.get(number, _Run(number, 0, [])) for number in range(len(self._groups))]
+        runs = [by_group.get(number, _Run(number, 0, [])) for number in range(len(self._engine.groups))]
         return GPULoadStoreSpec(
             [block for run in runs for block in run.blocks],
             [len(run.blocks) for run in runs],
@@ -255,18 +200,6 @@ class VllmOffloadDriver(Driver):
             raise StateError(f"vLLM's worker has not copied job {self._job}")
 
 
-def _part(layout: CacheLayout, groups: list[Group]) -> CacheLayout:
-    """Return a layout with some of the groups, in its order."""
-    kept = [group for group in layout.groups if group in groups]
-    return CacheLayout(kept, page_size=layout.page_size, model=layout.model)
-
-
-def _page_bytes(layout: CacheLayout, group: Group) -> int:
-    """Return the bytes of a unit of a group in one layer."""
-    entries = 1 if group.kind == "state" else max(layout.page_size, group.stride) // group.stride
-    return int(group.entry_bytes) * entries
-
-
 def _chunks(load: Workload, layout: CacheLayout) -> int:
     """Return chunks for all requests of a proof, of which a run of pages has one more than its pages fill."""
     return sum(2 + len(request.pages(group.name)) for request in load for group in layout.groups)
@@ -276,9 +209,9 @@ def _host_bytes(layout: CacheLayout, tokens: int | None) -> int:
     """Return the bytes of all chunks: each has a page for every tensor."""
     most: dict[int, int] = {}
     for group in layout.groups:
-        size = _page_bytes(layout, group)
+        size = page_bytes(layout, group)
         most[size] = max(most.get(size, 0), len(group.layers))
-    chunk = _BLOCKS_PER_CHUNK * sum(size * count for size, count in most.items())
+    chunk = BLOCKS_PER_CHUNK * sum(size * count for size, count in most.items())
     return chunk * _chunks(Workload(Pattern(layout), tokens), layout)
 
 
@@ -292,13 +225,11 @@ class _Run:
         self.keys = keys or []
 
     def chunks(self) -> range:
-        return range(
-            self.first // _BLOCKS_PER_CHUNK, -(-(self.first + len(self.blocks)) // _BLOCKS_PER_CHUNK)
-        )
+        return range(self.first // BLOCKS_PER_CHUNK, -(-(self.first + len(self.blocks)) // BLOCKS_PER_CHUNK))
 
     def pages_of(self, chunk: int) -> tuple[int, int]:
         """Return the first page of a chunk that is in the run, and the end of the last."""
-        begin, end = chunk * _BLOCKS_PER_CHUNK, (chunk + 1) * _BLOCKS_PER_CHUNK
+        begin, end = chunk * BLOCKS_PER_CHUNK, (chunk + 1) * BLOCKS_PER_CHUNK
         return max(begin, self.first), min(end, self.first + len(self.blocks))
 
     def only(self, keys: set[bytes]) -> _Run:
@@ -321,46 +252,21 @@ def _request(manager: Any, number: int) -> Iterator[Any]:  # noqa: ANN401 - of v
     manager.on_request_finished(context)
 
 
-def _blocks(blocks: int, page_bytes: int, device: str) -> Any:  # noqa: ANN401 - a tensor
-    import torch  # noqa: PLC0415 - it is there
-
-    return torch.full((blocks, page_bytes), FREED, dtype=torch.uint8, device=device)
-
-
-def _make(
-    tensors: list[Any],
-    refs: list[list[tuple[int, int]]],
-    chunks: int,
-    device: str,
-    replace: Callable[..., None],
-) -> tuple[Any, Any]:
-    """Return vLLM's manager and worker over tensors."""
-    import torch  # noqa: PLC0415 - it is there
+def canonical(engine: Blocks, *, on_device: bool) -> Any:  # noqa: ANN401 - of vLLM
+    """Return blocks as vLLM describes them to a worker; `on_device` says that they are on a GPU."""
     from vllm.v1.kv_offload.base import (  # noqa: PLC0415 - of an engine
         CanonicalKVCacheRef,
         CanonicalKVCaches,
         CanonicalKVCacheTensor,
     )
-    from vllm.v1.kv_offload.cpu import gpu_worker  # noqa: PLC0415
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager  # noqa: PLC0415
 
-    is_on_host = torch.device(device).type == "cpu"
-    caches = CanonicalKVCaches(
+    return CanonicalKVCaches(
         [
-            CanonicalKVCacheTensor(_on_device(tensor) if is_on_host else tensor, tensor.shape[1])
-            for tensor in tensors
+            CanonicalKVCacheTensor(_on_device(tensor) if on_device else tensor, tensor.shape[1])
+            for tensor in engine.tensors
         ],
-        [[CanonicalKVCacheRef(*ref) for ref in of_group] for of_group in refs],
+        [[CanonicalKVCacheRef(*ref) for ref in of_group] for of_group in engine.refs()],
     )
-    if is_on_host:
-        replace(gpu_worker, current_platform=_Platform(), PIN_MEMORY=False)
-    worker = gpu_worker.CPUOffloadingWorker(caches, _BLOCKS_PER_CHUNK, chunks)
-    if is_on_host:
-        for name in ("_store_handler", "_load_handler", "_expedited_load_handler"):
-            handler = getattr(worker, name)
-            handler._swap_blocks_batch = _copy  # noqa: SLF001 - what a kernel of vLLM does
-            handler._event_pool += [_Event(), _Event()]  # noqa: SLF001
-    return CPUOffloadingManager(chunks), worker
 
 
 def _on_device(tensor: Any) -> Any:  # noqa: ANN401 - a tensor
