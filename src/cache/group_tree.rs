@@ -300,7 +300,7 @@ impl GroupTree {
     /// Creates another hold of the same prefix, for a copy of the units that a request needs there. It is no use of the
     /// prefix, and no reason to keep the end there when the request goes on.
     pub fn hold_for_copy(&mut self, hold: &GroupHold) -> GroupHold {
-        let hold = GroupHold { hold: self.tree.hold_again(&hold.hold), own_end: None, is_for_copy: true };
+        let hold = GroupHold { hold: self.tree.hold_for_copy(&hold.hold), own_end: None, is_for_copy: true };
         self.holds += 1;
         self.count_needs(&hold, true);
         if let Some(last) = self.tree.last_page(&hold.hold) {

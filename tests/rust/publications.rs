@@ -241,3 +241,21 @@ fn a_request_that_went_on_without_a_state_gives_up_its_own_snapshot() {
     assert_eq!([&[5, 6][..], &[1, 2], &[1, 2, 3, 4, 7, 8]].map(|tokens| scene.usable(tokens)), [2, 0, 6]);
     scene.cache.verify(STREAM).unwrap();
 }
+
+#[test]
+fn a_restore_makes_a_snapshot_worth_no_more() {
+    for restores in [&[][..], &[9], &[1]] {
+        let scene = Scene::new(2);
+        let long: [i32; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
+        let request = scene.lease(&long);
+        scene.publish(&request, &long[..4]);
+        scene.publish(&request, &long[4..6]);
+        for &row in restores {
+            let answer = request.restore(row, STREAM).map_err(|error| error.kind());
+            assert_eq!(answer, if row == 1 { Ok(()) } else { Err(ErrorKind::Index) });
+        }
+        // The second one saves two tokens, and the first one four.
+        scene.publish(&request, &long[6..]);
+        assert_eq!([4, 6, 8].map(|end| scene.usable(&long[..end])), [4, 4, 8], "after {restores:?}");
+    }
+}

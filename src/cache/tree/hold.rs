@@ -82,7 +82,7 @@ impl Tree {
             None => self.root_or_new(namespace),
             Some(end) => self.split_node(end),
         };
-        self.lock(node);
+        self.lock(node, is_use);
         if is_use {
             self.touch(node, None);
             self.keep_use(node);
@@ -164,7 +164,7 @@ impl Tree {
     pub fn hold_first(&mut self, hold: &Hold, len: usize) -> Hold {
         let len = len.min(hold.len);
         let node = self.split_node(self.place_on_path(hold.node, len));
-        self.lock(node);
+        self.lock(node, true);
         let found = if len < hold.len { len } else { hold.found };
         Hold { node, len, found, is_author: false, prompt_len: hold.prompt_len, own_snapshot: None }
     }
@@ -172,6 +172,14 @@ impl Tree {
     /// Creates another hold of the same prefix.
     pub fn hold_again(&mut self, hold: &Hold) -> Hold {
         self.hold_first(hold, hold.len)
+    }
+
+    /// Creates another hold of the same prefix, for a copy of what is there. No request goes on from it, so that the
+    /// snapshot at its end is worth no more than before.
+    pub fn hold_for_copy(&mut self, hold: &Hold) -> Hold {
+        self.lock(hold.node, false);
+        let Hold { node, len, found, prompt_len, .. } = *hold;
+        Hold { node, len, found, is_author: false, prompt_len, own_snapshot: None }
     }
 
     /// Ends a use of a prefix. Returns the pages and snapshots that were detached and had no other use.
@@ -264,7 +272,7 @@ impl Tree {
     /// Moves a hold to the end of `node`, which follows it.
     pub(super) fn move_hold(&mut self, hold: &mut Hold, node: NodeId) {
         if node != hold.node {
-            self.lock(node);
+            self.lock(node, true);
             self.unlock(hold.node);
         }
         hold.node = node;
@@ -285,12 +293,12 @@ impl Tree {
         }
     }
 
-    /// Adds a lease that ends at `node`.
-    pub(super) fn lock(&mut self, node: NodeId) {
+    /// Adds a lease that ends at `node`. A request goes on there if that `is_use`.
+    pub(super) fn lock(&mut self, node: NodeId, is_use: bool) {
         let here = self.node_mut(node);
         here.leases += 1;
         if here.has_snapshot {
-            self.snapshots.set_used(node);
+            self.snapshots.set_leased(node, is_use);
         }
         let mut at = node;
         loop {

@@ -97,12 +97,14 @@ impl Snapshots {
         Some(slot)
     }
 
-    /// Records that a lease ends at `node`. A snapshot from which another request resumes is not superseded.
-    pub(super) fn set_used(&mut self, node: NodeId) {
+    /// Records that a lease ends at `node`, where a request resumes if that `is_use`. A snapshot at which another lease
+    /// ends is not superseded.
+    pub(super) fn set_leased(&mut self, node: NodeId, is_use: bool) {
         if let Some(snapshot) = self.by_node.get_mut(&node) {
             self.superseded -= usize::from(snapshot.rank == SnapshotRank::Superseded);
             snapshot.rank = SnapshotRank::Last;
-            (snapshot.was_chosen, snapshot.is_unused) = (true, false);
+            snapshot.was_chosen |= is_use;
+            snapshot.is_unused = false;
         }
     }
 

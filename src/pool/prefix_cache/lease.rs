@@ -207,7 +207,7 @@ impl Lease {
                 )));
             }
             let load = lease.load.as_ref().map(|load| load.share(load.len));
-            Ok((snapshot, self.lock_of(cache.tree.hold_again(&lease.hold), load, stream)))
+            Ok((snapshot, self.lock_of(cache.tree.hold_for_copy(&lease.hold), load, stream)))
         })?;
         states.check_working(row)?;
         // States come before the first layer.
