@@ -112,8 +112,8 @@ pub(super) struct TierCounts {
     failed: usize,
     /// Pieces copied here from the store below.
     fetched: usize,
-    /// Pieces that are being written to the store below, of each kind.
-    storing: [usize; PieceKind::ALL.len()],
+    /// Pieces that are being written to the store below.
+    storing: usize,
     /// Calls that are about to send pieces to the store.
     sending: usize,
     /// Pieces that wait until the store can take them.
@@ -126,8 +126,8 @@ pub(super) struct TierCounts {
 
 impl TierCounts {
     /// Returns the number of pieces on their way to the store, plus the calls that are about to send some.
-    fn on_way_down(self) -> usize {
-        self.storing.iter().sum::<usize>() + self.sending + self.waiting
+    const fn on_way_down(self) -> usize {
+        self.storing + self.sending + self.waiting
     }
 }
 

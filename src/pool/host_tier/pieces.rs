@@ -82,14 +82,13 @@ pub(in crate::pool) struct OutgoingPieces {
 #[derive(Debug)]
 pub(in crate::pool) struct StoringCount {
     tier: Arc<HostTier>,
-    kind: PieceKind,
     count: usize,
 }
 
 impl Drop for StoringCount {
     fn drop(&mut self) {
         let _gate = ForkGate::enter_on_own_thread();
-        self.tier.counts.lock().storing[self.kind as usize] -= self.count;
+        self.tier.counts.lock().storing -= self.count;
     }
 }
 
@@ -190,11 +189,9 @@ impl HostTier {
         SendingGuard(Arc::clone(self))
     }
 
-    /// Returns how many more pieces of a kind a store may read: at most half of the places of the kind are kept for it.
-    pub(in crate::pool) fn room_to_send(&self, kind: PieceKind) -> usize {
-        let max = self.storage(kind).map_or(0, |storage| storage.capacity().div_ceil(2));
-        let _gate = ForkGate::enter_on_own_thread();
-        max.saturating_sub(self.counts.lock().storing[kind as usize])
+    /// Returns how many pieces of a kind a cache may have a store read at once: half of the places are kept for them.
+    pub(in crate::pool) fn max_sent(&self, kind: PieceKind) -> usize {
+        self.storage(kind).map_or(0, |storage| storage.capacity().div_ceil(2))
     }
 
     /// Changes the number of pieces that wait until a store can take them.
@@ -221,9 +218,9 @@ impl HostTier {
         self.note_damage(kind, &damaged);
         let count = keys.len();
         let gate = ForkGate::enter_on_own_thread();
-        self.counts.lock().storing[kind as usize] += count;
+        self.counts.lock().storing += count;
         drop(gate);
-        let storing = StoringCount { tier: Arc::clone(self), kind, count };
+        let storing = StoringCount { tier: Arc::clone(self), count };
         (keys, OutgoingPieces { tier: Arc::clone(self), kind, entries }, storing)
     }
 

@@ -158,12 +158,18 @@ impl PutQueue {
 
     /// Sends pieces that wait: as many as the tier may keep for the store, or all.
     fn send_waiting(self: &Arc<Self>, is_last: bool) {
-        let tier = self.store_access.tier();
         for kind in PieceKind::ALL {
             self.end_puts(kind, is_last);
             // Pieces that the tier has evicted leave room for others, and no put of them ends later.
-            while self.send_some(kind, if is_last { usize::MAX } else { tier.room_to_send(kind) }) {}
+            while self.send_some(kind, if is_last { usize::MAX } else { self.room(kind) }) {}
         }
+    }
+
+    /// Returns how many more pieces of a kind may be sent. Puts of an earlier cache of the tier do not count: their end is
+    /// told to the queue of that cache alone.
+    fn room(&self, kind: PieceKind) -> usize {
+        let max = self.store_access.tier().max_sent(kind);
+        max.saturating_sub(self.with_state(|state| state.being_put(kind)))
     }
 
     /// Sends up to `room` of the pieces that wait. Returns whether there were any.
@@ -271,9 +277,83 @@ impl WaitingPieces {
         waiting.len() - before
     }
 
+    /// Returns the number of pieces that are being put.
+    fn being_put(&self, kind: PieceKind) -> usize {
+        self.puts.iter().filter(|put| put.kind == kind).map(|put| put.keys.len()).sum()
+    }
+
     /// Takes the first `count` of the pieces that wait.
     fn take(&mut self, kind: PieceKind, count: usize) -> Vec<PageHash> {
         let waiting = &mut self.waiting[kind as usize];
         waiting.drain(..count.min(waiting.len())).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::base::DType;
+    use crate::cache::{Namespace, WritePolicy};
+    use crate::memory::{Backend, Host};
+    use crate::pool::{
+        HostTier, HostTierConfig, KvConfig, KvLayout, KvPool, RemoteStore, Store, StoreCallQueue,
+    };
+
+    use super::*;
+
+    fn digest(parts: &[&[u8]]) -> PageHash {
+        let mut hash = [0; 32];
+        hash.iter_mut().zip(parts.concat().iter().rev()).for_each(|(to, from)| *to = *from);
+        hash
+    }
+
+    /// A tier of two pages, which has these.
+    fn tier_of(keys: &[PageHash; 2]) -> Arc<HostTier> {
+        let host: Arc<dyn Backend> = Arc::new(Host);
+        let config = KvConfig {
+            size: 2,
+            layer_num: 1,
+            k_head_num: 1,
+            k_head_dim: 2,
+            v_head_num: 1,
+            v_head_dim: 2,
+            dtype: DType::F32,
+            page_size: 1,
+            layout: KvLayout::Split,
+            pin_memory: false,
+        };
+        let kv = Arc::new(KvPool::new(&config, &host).expect("small"));
+        let config = HostTierConfig {
+            size: 2,
+            max_states: 0,
+            write: WritePolicy::Through,
+            pin_memory: false,
+            page_lock_threads: 1,
+            staging_bytes: 0,
+        };
+        let tier = Arc::new(HostTier::new(&config, &kv, None, &host).expect("small"));
+        let epoch = tier.epoch(PieceKind::Page);
+        let incoming = tier.expect(PieceKind::Page, keys, &Namespace::Unnamed, epoch).expect("the epoch");
+        drop(incoming.arrive(2));
+        tier
+    }
+
+    #[test]
+    fn puts_of_an_earlier_cache_take_no_room() {
+        const LIMIT: Duration = Duration::from_secs(20);
+        let (keys, store) = ([[1; 32], [2; 32]], Arc::new(RemoteStore::default()));
+        let tier = tier_of(&keys);
+        let access = Arc::new(StoreAccess::new(&tier, Arc::clone(&store) as Arc<dyn Store>, "model", digest));
+        // The tier has room for one page on its way, and the first queue has it until the end.
+        let queues = [0, 1].map(|_| Arc::new(PutQueue::new(&access)));
+        let calls: Vec<_> = queues
+            .iter()
+            .zip(keys)
+            .map(|(queue, key)| {
+                queue.add(PieceKind::Page, &[key]);
+                queue.send();
+                store.next(StoreCallQueue::Writes, LIMIT).expect("it is open").expect("it is put")
+            })
+            .collect();
+        drop(calls);
     }
 }
