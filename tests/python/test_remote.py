@@ -351,6 +351,31 @@ def test_fences_that_are_asked_together_share_a_poll(
     assert network.calls == ["notes"] * 2
 
 
+def test_a_lease_that_is_renewed_lasts_as_long_again(network: Network) -> None:
+    pair = Pair(network)
+    lease = pair.a.lend([5, 6], lease_s=3)
+    ticket = lease.ticket
+    for _ in range(4):
+        network.seconds += 2
+        pair.to_a.renew(pair.to_a.slots(ticket))
+        assert not lease.query()
+    transfer = pair.to_a.read(pair.to_a.slots(ticket), [1, 2])
+    assert transfer.wait()
+    assert lease.wait(1)
+    assert lease.returned
+    pair.to_a.renew(pair.to_a.slots(ticket))  # of a lease that is over
+    pair.a.poll()
+    assert pair.a.stats()["leases"] == pair.a.stats()["refused"] == 0
+    other = pair.a.lend([7], lease_s=3)
+    pair.to_a.renew(pair.to_a.slots(other.ticket)._replace(nonce=1))
+    network.seconds += 4
+    assert other.query()
+    assert not other.returned
+    pair.b.close()
+    with pytest.raises(TransferError, match="b is closed"):
+        pair.to_a.renew(pair.to_a.slots(ticket))
+
+
 # Memory of another library, and keys of a scheduler
 
 

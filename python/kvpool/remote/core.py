@@ -19,7 +19,7 @@ from kvpool.remote.agent import Memory
 from kvpool.remote.errors import TransferError
 from kvpool.remote.leases import Lease, Leases
 from kvpool.remote.marks import mark
-from kvpool.remote.messages import Introduction, Offered, RemoteSlots, Returned
+from kvpool.remote.messages import Introduction, Offered, RemoteSlots, Renewed, Returned
 from kvpool.remote.reads import Read, Reads
 from kvpool.remote.rows import Rows
 
@@ -190,6 +190,12 @@ class Core:
             lease.peer_name = peer.name
             return lease
 
+    def renew(self, peer: Introduction, remote: RemoteSlots) -> None:
+        """Tell a peer that one of its leases is needed longer."""
+        with self.lock:
+            self.check_open()
+            self.reads.send(peer, messages.encode_note(Renewed(remote.word, remote.nonce)))
+
     @staticmethod
     def _check_counts(rows: Sequence[Indices], remote_rows: Sequence[Indices]) -> None:
         for pool, here, there in zip(messages.POOLS, rows, remote_rows, strict=True):
@@ -273,7 +279,7 @@ class Core:
                 self.refused += 1
                 _logger.warning("%s refuses a note of %.80s: %s", self.introduction.name, sender, error)
 
-    def _handle(self, sender: str, note: Returned | Offered) -> None:
+    def _handle(self, sender: str, note: Returned | Renewed | Offered) -> None:
         lease = self.leases.find(note.word, note.nonce)
         if lease is None:
             return  # the lease was over before the note arrived
@@ -282,6 +288,9 @@ class Core:
                 raise ArgumentError("slots that are to be filled are not returned")
             self.leases.end(lease, "returned")
             self.returned += 1
+            return
+        if isinstance(note, Renewed):
+            self.leases.renew(lease)
             return
         peer = self.peers.get(sender)
         if peer is None:

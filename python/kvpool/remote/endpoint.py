@@ -243,6 +243,20 @@ class Peer:
         rows = self._core.rows(slots, states)
         return _Reading(self._core, self._core.read(self._introduction, remote_slots, rows, keep=keep))
 
+    def renew(self, remote_slots: RemoteSlots) -> None:
+        """Let the time of a lease begin again, if the lease lasts when the peer hears it, at its next poll.
+
+        Call it several times within the time of a lease, while its slots are needed and cannot be read yet.
+
+        Args:
+            remote_slots: The peer's slots, from `slots`. Their own time does not change: take them from the
+                ticket when you read them.
+
+        Raises:
+            TransferError: If the endpoint is closed, or the peer cannot be reached.
+        """
+        self._core.renew(self._introduction, remote_slots)
+
     def write(
         self,
         slots: IndicesLike,

@@ -94,6 +94,7 @@ class Lease:
         rows: Their rows in all buffers.
         mark: The work that must be done before the slots are used.
         begun: The time at which the slots were lent, in seconds of `time.monotonic`.
+        seconds: How long the lease lasts from then, or from when it was last renewed.
         peer_name: The name of the peer that may use them; `None` for any that has the ticket.
         state: Whether the lease lasts, or how it ended.
         filled_by: The read that brings the rows that a writer has offered, as long as it runs.
@@ -104,6 +105,7 @@ class Lease:
     rows: Indices
     mark: Mark | None
     begun: float
+    seconds: float
     peer_name: str | None = None
     state: Literal["open", "returned", "expired", "ended"] = "open"
     filled_by: Read | None = None
@@ -152,7 +154,8 @@ class Leases:
         """
         word, nonce = self._keys.take() if key is None else self._keys.claim(key)
         now = time.monotonic()
-        lease = Lease(RemoteSlots(slots, states, is_writable, word, nonce, now + seconds), rows, mark, now)
+        remote = RemoteSlots(slots, states, is_writable, word, nonce, now + seconds)
+        lease = Lease(remote, rows, mark, now, seconds)
         self._lasting[word] = lease
         self.words[word] = nonce
         return lease
@@ -161,6 +164,11 @@ class Leases:
         """Return the lease with this word and nonce, if it lasts."""
         lease = self._lasting.get(word)
         return lease if lease is not None and lease.remote.nonce == nonce else None
+
+    @staticmethod
+    def renew(lease: Lease) -> None:
+        """Let the time of a lease begin again."""
+        lease.remote = lease.remote._replace(deadline=time.monotonic() + lease.seconds)
 
     def end(self, lease: Lease, state: Literal["returned", "expired", "ended"]) -> bool:
         """End a lease, and return whether it lasted. A peer discards all rows that it reads from now on."""

@@ -54,7 +54,7 @@ _TICKET_MAGIC = b"kvt\n"
 _NOTE = struct.Struct("<4sHHIQI")
 _NOTE_MAGIC = b"kvn\n"
 _WRITABLE = 1
-_RETURNED, _OFFERED = 1, 2
+_RETURNED, _OFFERED, _RENEWED = 1, 2, 3
 
 
 class Introduction(NamedTuple):
@@ -123,6 +123,13 @@ class RemoteSlots(NamedTuple):
 
 class Returned(NamedTuple):
     """A note that a lease is not needed any more."""
+
+    word: int
+    nonce: int
+
+
+class Renewed(NamedTuple):
+    """A note that a lease is needed longer: its time begins again."""
 
     word: int
     nonce: int
@@ -353,15 +360,16 @@ def decode_ticket(message: bytes) -> RemoteSlots:
     )
 
 
-def encode_note(note: Returned | Offered) -> bytes:
+def encode_note(note: Returned | Renewed | Offered) -> bytes:
     """Return a note as bytes."""
-    if isinstance(note, Returned):
-        return _NOTE.pack(_NOTE_MAGIC, VERSION, _RETURNED, note.word, note.nonce, 0)
+    if not isinstance(note, Offered):
+        kind = _RETURNED if isinstance(note, Returned) else _RENEWED
+        return _NOTE.pack(_NOTE_MAGIC, VERSION, kind, note.word, note.nonce, 0)
     head = _NOTE.pack(_NOTE_MAGIC, VERSION, _OFFERED, note.word, note.nonce, len(note.notify))
     return head + note.notify + note.ticket
 
 
-def decode_note(message: bytes) -> Returned | Offered:
+def decode_note(message: bytes) -> Returned | Renewed | Offered:
     """Return the content of a note.
 
     Raises:
@@ -372,8 +380,8 @@ def decode_note(message: bytes) -> Returned | Offered:
     magic, version, kind, word, nonce, length = _NOTE.unpack_from(message)
     _check_version(magic == _NOTE_MAGIC, version)
     body = message[_NOTE.size :]
-    if kind == _RETURNED and not body and not length:
-        return Returned(word, nonce)
+    if kind in (_RETURNED, _RENEWED) and not body and not length:
+        return Returned(word, nonce) if kind == _RETURNED else Renewed(word, nonce)
     if kind != _OFFERED or not length <= min(MAX_NOTIFY_BYTES, len(body)):
         _refuse(f"kind {kind} with {length} of {len(body)} bytes")
     return Offered(word, nonce, body[:length], body[length:])
