@@ -372,6 +372,35 @@ def test_a_lease_that_is_over_gives_the_blocks_back_and_nothing_is_read(made: li
     assert decode.scheduler.tokens_elsewhere(again, 0) == 0  # it is asked for once
 
 
+def test_a_lease_lasts_as_long_as_its_request_waits(made: list[Engine]) -> None:
+    prefill, decode = Engine("p", lease_s=0.6), Engine("d", lease_s=0.6)
+    made += prefill, decode
+    params = computed(prefill, request("one", [1, 2, 3], do_remote_decode=True))
+    assert params is not None
+    waiting = request("one", [1, 2, 3], **params)
+    decode.scheduler.add(waiting)
+    until = time.monotonic() + 2
+    while time.monotonic() < until:
+        assert decode.scheduler.tokens_elsewhere(waiting, 0) == 2
+        decode.step()
+        prefill.step()
+        time.sleep(0.02)
+    assert prefill.kept
+    decode.alloc("one", 3)
+    decode.read(waiting, 2)
+    assert decode.has_read("one")
+    while prefill.kept:
+        decode.step()
+        prefill.step()
+    # Of a peer that is gone, or that never was.
+    gone = request("gone", [1, 2, 3], **params)
+    decode.scheduler.add(gone)
+    decode.scheduler._arrivals["gone"].heard -= 1
+    prefill.close()
+    decode.step()
+    assert not loaded(decode, request("two", [1, 2, 3], **params))
+
+
 def test_blocks_that_are_not_there_any_more_are_not_read(made: list[Engine]) -> None:
     prefill, decode = Engine("p"), Engine("d")
     made += prefill, decode

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvpool.remote import LeaseKey
 
-__all__ = ["EndpointMetadata", "Handoff", "Lend", "Load", "Plan", "digest_of"]
+__all__ = ["EndpointMetadata", "Handoff", "Lend", "Load", "Plan", "Renewal", "digest_of"]
 
 _KEY = "kvpool"
 """The name under which a hand-off stands in `kv_transfer_params`."""
@@ -143,6 +143,18 @@ class Load(NamedTuple):
     is_whole: bool
 
 
+class Renewal(NamedTuple):
+    """An order to have a lease last longer, while the request that needs its blocks waits to be scheduled.
+
+    Attributes:
+        peers: As in its hand-off.
+        ticket: As in its hand-off.
+    """
+
+    peers: tuple[bytes, ...]
+    ticket: bytes
+
+
 @dataclass
 class Plan(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
     """What the workers do at a step.
@@ -152,12 +164,14 @@ class Plan(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
         lends: Blocks to lend, after that.
         sent: Requests that are over and keep their blocks as long as their leases last.
         loads: Blocks to read.
+        renewals: Leases that are needed longer.
     """
 
     ends: list[str] = field(default_factory=list)
     lends: list[Lend] = field(default_factory=list)
     sent: list[str] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    renewals: list[Renewal] = field(default_factory=list)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpool.errors import ArgumentError
-from kvpool.integrations.vllm.handoff import Handoff, Lend, Load, Plan, digest_of
+from kvpool.integrations.vllm.handoff import Handoff, Lend, Load, Plan, Renewal, digest_of
 from kvpool.remote import LeaseKey, LeaseKeys, TransferError
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _logger = logging.getLogger("kvpool")
+
+RENEWALS = 3
+"""How often a lease is renewed within its time, while the request that needs it waits."""
 
 
 @dataclass(slots=True)
@@ -64,11 +67,13 @@ class _Arrival:
 
     Attributes:
         handoff: What that engine told of it.
+        heard: When the other engine was last told that its lease is needed, in seconds of `time.monotonic`.
         fits: Whether the hand-off was found to belong to the request.
         begun: Whether its blocks were asked for, or given back. They are asked for once.
     """
 
     handoff: Handoff
+    heard: float
     fits: bool = False
     begun: bool = False
 
@@ -103,7 +108,7 @@ class TransferScheduler:
             except ArgumentError as error:
                 _logger.warning("request %s computes its prompt: %s", request.request_id, error)
                 return
-            self._arrivals[request.request_id] = _Arrival(handoff)
+            self._arrivals[request.request_id] = _Arrival(handoff, time.monotonic())
 
     def tokens_elsewhere(self, request: Request, computed: int) -> int:
         """Return how many tokens after the `computed` ones of this engine can be read from another.
@@ -182,8 +187,17 @@ class TransferScheduler:
             is_last = request.num_computed_tokens + scheduled >= request.num_prompt_tokens
             if is_last and prefill.lent is None:
                 prefill.lent = self._lend(request_id, request)
+        self._renew()
         plan, self._plan = self._plan, Plan()
         return plan
+
+    def _renew(self) -> None:
+        """Have leases last as long as the requests wait that need them."""
+        now = time.monotonic()
+        for arrival in self._arrivals.values():
+            if not arrival.begun and now - arrival.heard >= self._lease_s / RENEWALS:
+                arrival.heard = now
+                self._plan.renewals.append(Renewal(arrival.handoff.peers, arrival.handoff.ticket))
 
     def _lend(self, request_id: str, request: Request) -> _Lent | None:
         """Lend what the last token of a prompt attends to, and that token's block.

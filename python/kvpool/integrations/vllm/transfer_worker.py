@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvpool.integrations.vllm.handoff import Lend, Load, Plan
-    from kvpool.remote import SlotLease, Transfer
+    from kvpool.integrations.vllm.handoff import Lend, Load, Plan, Renewal
+    from kvpool.remote import Peer, SlotLease, Transfer
 
 _logger = logging.getLogger("kvpool")
 
@@ -107,6 +107,8 @@ class TransferWorker:
         self._sent.update(plan.sent)
         for load in plan.loads:
             self._load(load)
+        for renewal in plan.renewals:
+            self._renew(renewal)
 
     def _lend(self, lend: Lend) -> None:
         try:
@@ -130,11 +132,22 @@ class TransferWorker:
         if load.is_awaited:
             self._fail(load.request_id, TransferError("blocks of a window are needed that are gone"))
 
+    def _peer(self, peers: tuple[bytes, ...]) -> Peer:
+        """Return the worker of the same rank."""
+        if self._rank >= len(peers):
+            raise TransferError(f"rank {self._rank} is beyond the {len(peers)} of the other engine")
+        return self.endpoint.connect(peers[self._rank])
+
+    def _renew(self, renewal: Renewal) -> None:
+        try:
+            peer = self._peer(renewal.peers)
+            peer.renew(peer.slots(renewal.ticket))
+        except (KvPoolError, IndexError) as error:
+            _logger.debug("a lease is not renewed: %s", error)  # reading its blocks will tell
+
     def _begin(self, load: Load) -> Transfer:
         """Begin to read. Without rows that gives the lease back."""
-        if self._rank >= len(load.peers):
-            raise TransferError(f"rank {self._rank} is beyond the {len(load.peers)} of the other engine")
-        peer = self.endpoint.connect(load.peers[self._rank])
+        peer = self._peer(load.peers)
         lent = peer.slots(load.ticket)
         return peer.read(lent._replace(slots=lent.slots[load.there]), load.here)
 
