@@ -87,7 +87,7 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
                     if tokens + num_lookahead_tokens < quiet[0]:
                         return self.empty_kv_cache_blocks
                     if self._only is not None:
-                        return self._step(request, tokens, num_lookahead_tokens)
+                        return self._step(request, tokens, num_lookahead_tokens, quiet[1])
         blocks = super().allocate_slots(
             request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens,
             num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, full_sequence_must_fit,
@@ -99,7 +99,9 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
             self._quiet_below.pop(request.request_id, None)
         return blocks
 
-    def _step(self, request: Request, tokens: int, num_lookahead_tokens: int) -> KVCacheBlocks | None:
+    def _step(
+        self, request: Request, tokens: int, num_lookahead_tokens: int, unhashed: int
+    ) -> KVCacheBlocks | None:
         """Do what vLLM does for a running request whose one group has full attention."""
         manager: Any = self._only
         name = request.request_id
@@ -114,7 +116,7 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
             blocks.extend(new)
             if manager.records_new_block_ids:
                 manager.new_block_ids.extend(block.block_id for block in new)
-        if self.enable_caching:
+        if tokens >= unhashed:
             full = self.coordinator.get_num_cacheable_tokens(min(tokens, request.num_tokens), 0)
             manager.cache_blocks(request, full, replay_boundaries=())
         self._note(request)
@@ -131,12 +133,15 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
 
     def _note(self, request: Request) -> None:
         """Note how far the request is quiet, after a step."""
-        if self._may_be_quiet:
+        name = request.request_id
+        if self._only is not None:
+            self._quiet_below[name] = self._quiet[0](name, 0)
+        elif self._may_be_quiet:
             # vLLM frees what a window has passed by the tokens that are processed.
             processed = min(request.num_computed_tokens, self.max_model_len) - request.num_in_flight_tokens
-            ends = [quiet(request.request_id, max(processed, 0)) for quiet in self._quiet]
-            below, full = ends[0] if len(ends) == 1 else map(min, zip(*ends, strict=True))
-            self._quiet_below[request.request_id] = (below, full)
+            ends = [quiet(name, max(processed, 0)) for quiet in self._quiet]
+            below, full = map(min, zip(*ends, strict=True))
+            self._quiet_below[name] = (below, full)
 
     def free(self, request: Request) -> None:
         """Free the blocks of a request."""
