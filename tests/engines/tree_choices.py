@@ -31,6 +31,7 @@ from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CONFIGS
 
 from kvpool.errors import ConfigError
+from kvpool.integrations.seams import have_source
 from kvpool.integrations.sglang import radix_cache, register_tree_core, tree_owners
 from kvpool.integrations.sglang.radix_cache import check_tree_core
 from kvpool.integrations.sglang.tree_core import DELEGATED as DELEGATED_METHODS
@@ -102,8 +103,8 @@ def _insert(cache: UnifiedRadixCache, tokens: list[int], slots: list[int], found
 def checkpoints() -> None:
     """A checkpoint is kvpool's only where SGLang's own is the one that it was written after."""
     own = UnifiedRadixCache.checkpoint_into_tree
-    assert radix_cache._is_known(own, radix_cache._CHECKPOINT)
-    assert not any(radix_cache._is_known(other, radix_cache._CHECKPOINT) for other in (_other_leaf, len))
+    assert have_source([own], radix_cache._CHECKPOINT)
+    assert not any(have_source([other], radix_cache._CHECKPOINT) for other in (_other_leaf, len))
     made, request = make_cache("kvpool"), mock.Mock()
     made.__class__ = radix_cache.KvUnifiedRadixCache
     with (

@@ -9,19 +9,21 @@ import re
 import sys
 from contextlib import contextmanager
 from functools import cache
+from hashlib import sha256
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from kvpool.errors import KvPoolError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = [
     "Engine",
     "EngineMismatchError",
     "Seams",
     "differences",
+    "have_source",
     "numbers_of",
     "signature",
     "version_of",
@@ -167,3 +169,12 @@ def differences(seams: Seams) -> list[str]:
             elif signature(function) not in accepted:
                 problems.append(f"{called} is {signature(function)}, expected was {' or '.join(accepted)}")
     return problems
+
+
+def have_source(functions: Iterable[Any], digest: str) -> bool:
+    """Return whether functions of an engine are those whose source, one after the other, has this SHA-256."""
+    try:
+        source = "".join(map(inspect.getsource, functions))
+    except (OSError, TypeError):  # there is none, as of a compiled function
+        return False
+    return sha256(source.encode()).hexdigest() == digest

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from hashlib import sha256
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -25,13 +24,12 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache, page_int
 from sglang.srt.runtime_context import get_context
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.seams import signature
+from kvpool.integrations.seams import have_source, signature
 from kvpool.integrations.sglang.tree_core import DELEGATED, PARTS, KvTreeCore
 from kvpool.integrations.sglang.tree_policy import eviction_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FunctionType
 
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -135,16 +133,7 @@ def make_tree_core(
     return create_tree_core("rust", params, components)
 
 
-def _is_known(function: object, digest: str) -> bool:
-    """Return whether a function of SGLang is the one whose source has this SHA-256."""
-    try:
-        source = inspect.getsource(cast("FunctionType", function))
-    except (OSError, TypeError):
-        return False
-    return sha256(source.encode()).hexdigest() == digest
-
-
-_KNOWS_CHECKPOINT = _is_known(UnifiedRadixCache.checkpoint_into_tree, _CHECKPOINT)
+_KNOWS_CHECKPOINT = have_source([UnifiedRadixCache.checkpoint_into_tree], _CHECKPOINT)
 
 
 class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's types are not installed
