@@ -39,8 +39,8 @@ def test_requests_go_where_their_prefix_is_and_answers_are_the_same(
 ) -> None:
     done = subprocess.run(arguments(), env=in_folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-12_000:]
-    assert len(re.findall(r"vLLM 0\.33\.0\S* is on kvpool \S+: blocks, hashes, prefixes, steps$", done.stdout,
-                          re.MULTILINE)) >= 2  # fmt: skip
+    on_kvpool = r"vLLM 0\.33\.0\S* is on kvpool \S+: blocks, hashes, prefixes, steps, tokens$"
+    assert len(re.findall(on_kvpool, done.stdout, re.MULTILINE)) >= 2
     assert done.stdout.count('kvpool_engine_info{engine="vllm"') == 2
     [(first, later)] = re.findall(
         r"to the server with their prefix: (\d+) of 10 requests, then (\d+) of 20", done.stdout

@@ -16,6 +16,7 @@ from vllm.utils import hashing as vllm_hashing
 from vllm.v1.core import block_pool as vllm_block_pool
 from vllm.v1.core import kv_cache_coordinator, kv_cache_utils
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched import async_scheduler as vllm_async_scheduler
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -26,7 +27,7 @@ from kvpool._kvpool import Block, BlockHasher, BlockQueue
 from kvpool.errors import IndexOwnershipError
 from kvpool.integrations import vllm as plugin
 from kvpool.integrations.seams import EngineMismatchError
-from kvpool.integrations.vllm import hashing, seams
+from kvpool.integrations.vllm import hashing, replaced, seams, tokens
 from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
 from kvpool.integrations.vllm.kv_cache_manager import KvpoolKVCacheManager
 
@@ -271,6 +272,8 @@ PLACES: list[tuple[Any, str, Any]] = [
     (kv_cache_coordinator, "BlockPool", KvpoolBlockPool),
     (vllm_scheduler, "KVCacheManager", KvpoolKVCacheManager),
     (vllm_core, "get_request_block_hasher", hashing.get_request_block_hasher),
+    (vllm_scheduler, "Scheduler", tokens.Scheduler),
+    (vllm_async_scheduler, "AsyncScheduler", tokens.AsyncScheduler),
 ]
 """What is replaced, where, and by what."""
 
@@ -309,10 +312,10 @@ def test_switched_on_vllm_is_on_kvpool_and_says_so(
     plugin.register()
     plugin.register()
     assert now() == [ours for _, _, ours in PLACES]
-    assert told == [f"vLLM 0.33.0 is on kvpool {kvpool.__version__}: blocks, hashes, prefixes, steps"]
+    assert told == [f"vLLM 0.33.0 is on kvpool {kvpool.__version__}: blocks, hashes, prefixes, steps, tokens"]
     labels = {
         "engine": "vllm", "engine_version": "0.33.0", "version": kvpool.__version__,
-        "seams": "blocks,hashes,prefixes,steps",
+        "seams": "blocks,hashes,prefixes,steps,tokens",
     }  # fmt: skip
     assert prometheus_client.REGISTRY.get_sample_value("kvpool_engine_info", labels) == 1
 
@@ -339,6 +342,27 @@ def test_another_replacement_is_named_and_nothing_is_replaced(
     with pytest.raises(EngineMismatchError, match=f"Other, and not its own {name}"):
         plugin.register()
     assert now() == [*own[:at], other, *own[at + 1 :]]
+
+
+@pytest.mark.parametrize("other", ["Scheduler", "AsyncScheduler", "both", "vllm"])
+def test_schedulers_stay_where_they_are_not_those_of_the_supported_vllm(
+    own: list[Any], other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another package, or of a vLLM whose methods have changed."""
+    told: list[Any] = []
+    monkeypatch.setattr(replaced, "_tell", told.append)
+    monkeypatch.setattr(tokens, "IS_KNOWN", other != "vllm")
+    expected = [ours for _, _, ours in PLACES]
+    for at, (module, name, _) in enumerate(PLACES):
+        if name.endswith("Scheduler") and other in {name, "both"}:
+            expected[at] = type("Other", (own[at],), {})
+            monkeypatch.setattr(module, name, expected[at])
+    if other == "vllm":
+        expected[3:] = own[3:]
+    plugin.install()
+    plugin.install()
+    assert now() == expected
+    assert told == [(*plugin.SEAMS, "tokens")[: 4 if other in {"both", "vllm"} else 5]]
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_coordinator
-from vllm.v1.core.sched import scheduler
+from vllm.v1.core.sched import async_scheduler, scheduler
 from vllm.v1.engine import core
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from kvpool.integrations.vllm import install
 
@@ -48,6 +48,8 @@ REPLACED = [
     (kv_cache_coordinator, "BlockPool"),
     (scheduler, "KVCacheManager"),
     (core, "get_request_block_hasher"),
+    (scheduler, "Scheduler"),
+    (async_scheduler, "AsyncScheduler"),
 ]
 """The names that kvpool's plugin replaces."""
 
@@ -115,10 +117,16 @@ def run(
     return found, steps
 
 
+def token_after(length: int) -> int:
+    """The token that the model without layers has after this many tokens."""
+    return 4 + length * 7919 % 1000
+
+
 class StubExecutor(Executor):  # type: ignore[misc]  # vLLM has no types here
     """A model that takes no time: the token after a prefix depends on its length alone.
 
-    It has one layer of 8 heads of 128 values in 16 bits, and memory for a million tokens.
+    With a grammar it is the first that is allowed. The model has one layer of 8 heads of 128 values in 16
+    bits, and memory for a million tokens.
     """
 
     supports_pp = False
@@ -166,24 +174,61 @@ class StubExecutor(Executor):  # type: ignore[misc]  # vLLM has no types here
         cached = scheduler_output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         names = list(scheduler_output.num_scheduled_tokens)
-        ends = [computed[name] + scheduler_output.num_scheduled_tokens[name] for name in names]
+        ends = {name: computed[name] + scheduler_output.num_scheduled_tokens[name] for name in names}
         self._outputs.append(
             ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: at for at, name in enumerate(names)},
-                sampled_token_ids=[
-                    [4 + end * 7919 % 1000] if end >= self._prompts[name] else []
-                    for name, end in zip(names, ends, strict=True)
-                ],
+                sampled_token_ids=self.sampled(ends, scheduler_output),
             )
         )
         if names:
             return _answer(None, non_block)
         return _answer(self._outputs.pop(), non_block)
 
-    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:  # noqa: ANN401, ARG002
+    def sampled(self, ends: dict[str, int], _: SchedulerOutput) -> list[list[int]]:
+        """The tokens of a step, by the length of each request after it."""
+        return [[token_after(end)] if end >= self._prompts[name] else [] for name, end in ends.items()]
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:  # noqa: ANN401
         """A token for each request whose prompt is computed."""
-        return _answer(self._outputs.popleft(), non_block)
+        output = self._outputs.popleft()
+        if grammar_output is not None:
+            names = grammar_output.structured_output_request_ids
+            for name, row in zip(names, grammar_output.grammar_bitmask, strict=True):
+                allowed = (at for at in range(32 * len(row)) if int(row[at // 32]) >> at % 32 & 1)
+                output.sampled_token_ids[output.req_id_to_index[name]] = [next(allowed)]
+        return _answer(output, non_block)
+
+
+class DraftingExecutor(StubExecutor):
+    """The same, with drafts of three tokens, the first of which are right."""
+
+    _drafts: DraftTokenIds
+
+    def sampled(self, ends: dict[str, int], scheduler_output: SchedulerOutput) -> list[list[int]]:
+        """The tokens of a step: of a draft those that are right, and one more."""
+        sampled = []
+        self._drafts = DraftTokenIds([], [])
+        for name, end in ends.items():
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(name, [])
+            length = end - len(drafts)
+            tokens = [token_after(length)] if length >= self._prompts[name] else []
+            for draft in drafts:
+                if draft != tokens[-1]:
+                    break
+                tokens.append(token_after(length + len(tokens)))
+            sampled.append(tokens)
+            length += len(tokens)
+            if tokens:
+                right = [token_after(length + at) for at in range(length % 4)]
+                self._drafts.req_ids.append(name)
+                self._drafts.draft_token_ids.append([*right, 3, 3, 3][:3])
+        return sampled
+
+    def take_draft_token_ids(self) -> DraftTokenIds:
+        """The drafts after the last step."""
+        return self._drafts
 
 
 class WindowExecutor(StubExecutor):
@@ -222,11 +267,14 @@ class Trace:
 
     def __init__(self, engine: LLMEngine) -> None:
         self.steps: list[Any] = []
+        self.answers: list[Any] = []
         self.quiet = 0
         self._numbers: dict[str, int] = {}
         self._scheduler = scheduler_of(engine)
         self._own = self._scheduler.schedule
         self._scheduler.schedule = self._schedule
+        self._own_update = self._scheduler.update_from_output
+        self._scheduler.update_from_output = self._update
 
     def _number(self, name: str) -> int:
         return self._numbers.setdefault(name, len(self._numbers))
@@ -248,10 +296,28 @@ class Trace:
                     )
                 },
                 "preempted": sorted(map(self._number, output.preempted_req_ids or ())),
+                "known": (
+                    [*map(self._number, cached.all_token_ids)],
+                    cached.num_output_tokens,
+                    sorted(map(self._number, cached.resumed_req_ids)),
+                ),
                 "copies": output.kv_cache_block_copies,
             }
         )
         return output
+
+    def _update(self, *arguments: Any) -> Any:  # noqa: ANN401
+        answers = self._own_update(*arguments)
+        self.answers.append(
+            {
+                client: [
+                    (self._number(each.request_id), each.new_token_ids, each.finish_reason, each.stop_reason)
+                    for each in answer.outputs
+                ]
+                for client, answer in answers.items()
+            }
+        )
+        return answers
 
     @property
     def cached_tokens(self) -> int:

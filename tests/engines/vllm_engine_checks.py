@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import pytest
 from nano_models import make
-from vllm.sampling_params import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_engine import (
     MODELS,
     REQUESTS,
     TOKENS,
     ChunkedExecutor,
+    DraftingExecutor,
     OnlyWindowExecutor,
     StubExecutor,
     Trace,
@@ -23,12 +28,16 @@ from vllm_engine import (
     prompts,
     run,
     scheduler_of,
+    token_after,
 )
 
+from kvpool.integrations.vllm import tokens
 from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
 from kvpool.integrations.vllm.kv_cache_manager import KvpoolKVCacheManager
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.engine.llm_engine import LLMEngine
 
 
@@ -57,6 +66,13 @@ CASES = {
 }
 
 
+def compare(traces: list[Trace]) -> None:
+    """Both schedulers decided the same in every step, and said the same of every token."""
+    for kind in ("steps", "answers"):
+        for own, ours in zip(*(getattr(trace, kind) for trace in traces), strict=True):
+            assert own == ours
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_is_the_same(name: str) -> None:
     model, options, preempts = CASES[name]
@@ -79,8 +95,7 @@ def test_every_step_is_the_same(name: str) -> None:
         engine.engine_core.shutdown()
     assert answers[0] == answers[1]
     assert len(answers[0][0][0]) == REQUESTS
-    for own, ours in zip(traces[0].steps, traces[1].steps, strict=True):
-        assert own == ours
+    compare(traces)
     assert ends[0] == ends[1]
     assert (traces[0].cached_tokens > 0) == options.get("enable_prefix_caching", True)
     assert (traces[0].preemptions > 0) == preempts
@@ -97,8 +112,21 @@ EXECUTORS: dict[type[Any], int] = {
 """By a model, so few blocks that requests are preempted."""
 
 
-def history(engine: LLMEngine, seed: int, steps: int) -> list[tuple[str, list[int]]]:
-    """Requests that come and are aborted between steps; the tokens of each that ends."""
+def plain(_: random.Random) -> tuple[dict[str, Any], LoRARequest | None]:
+    """No more than a prompt and a number of tokens."""
+    return {"ignore_eos": True}, None
+
+
+def history(
+    engine: LLMEngine,
+    seed: int,
+    steps: int,
+    options: Callable[[random.Random], tuple[dict[str, Any], LoRARequest | None]] = plain,
+) -> list[tuple[str, list[int]]]:
+    """Requests that come and are aborted between steps; the tokens of each that ends.
+
+    `options` are those of a request, by a function of dice: of its sampling, and its LoRA.
+    """
     dice = random.Random(seed)  # noqa: S311
     shared = [dice.randrange(4, 1000) for _ in range(400)]
     running: list[str] = []
@@ -108,11 +136,12 @@ def history(engine: LLMEngine, seed: int, steps: int) -> list[tuple[str, list[in
             prompt = shared[: dice.randrange(400)] + [
                 dice.randrange(4, 1000) for _ in range(dice.randrange(1, 80))
             ]
+            more, lora = options(dice)
             greedy = SamplingParams(
-                temperature=0, max_tokens=dice.randrange(1, 120), ignore_eos=True, detokenize=False
+                **{"temperature": 0, "max_tokens": dice.randrange(1, 120), "detokenize": False, **more}
             )
             running.append(f"{step}-{len(running)}")
-            engine.add_request(running[-1], {"prompt_token_ids": prompt}, greedy)
+            engine.add_request(running[-1], {"prompt_token_ids": prompt}, greedy, lora_request=lora)
         if running and dice.random() < 0.03:
             engine.abort_request([running.pop(dice.randrange(len(running)))])
         for output in engine.step():
@@ -144,9 +173,96 @@ def test_random_requests_are_scheduled_the_same(executor: type[Any], asynchronou
         quiet.append(getattr(scheduler_of(engine).kv_cache_manager, "_may_be_quiet", None))
         engine.engine_core.shutdown()
     assert quiet == [None, True]
-    for own, ours in zip(traces[0].steps, traces[1].steps, strict=True):
-        assert own == ours
+    compare(traces)
     assert answers[0] == answers[1]
     assert len(answers[0]) > 20
     assert traces[0].cached_tokens > 0
     assert (traces[0].preemptions > 0) == few
+
+
+def stops(dice: random.Random) -> tuple[dict[str, Any], LoRARequest | None]:
+    """Reasons to end beside the number of tokens."""
+    return {
+        "stop_token_ids": [token_after(dice.randrange(500)) for _ in range(dice.choice((0, 1, 3)))],
+        "min_tokens": dice.choice((0, 0, 3)),
+        "repetition_detection": dice.choice((None, REPEATS)),
+    }, None
+
+
+def structured(dice: random.Random) -> tuple[dict[str, Any], LoRARequest | None]:
+    """A grammar for some."""
+    grammar = StructuredOutputsParams(choice=["w5w6w7w8w9w5w6", "w4w4"])
+    return {"structured_outputs": dice.choice((None, None, grammar))}, None
+
+
+def adapted(dice: random.Random) -> tuple[dict[str, Any], LoRARequest | None]:
+    """One of three adapters for some, two of which may run at once."""
+    number = dice.randrange(4)
+    return {}, LoRARequest(f"{number}", number, "/nowhere") if number else None
+
+
+REPEATS = RepetitionDetectionParams(max_pattern_size=3, min_count=2)
+
+MORE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "stops": (stops, {}),
+    "drafts": (
+        stops,
+        {
+            "distributed_executor_backend": DraftingExecutor,
+            "speculative_config": {
+                "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2,
+            },
+        },
+    ),
+    "structured": (structured, {}),
+    "adapted": (adapted, {"enable_lora": True, "max_loras": 2}),
+    "priority": (stops, {"scheduling_policy": "priority"}),
+}  # fmt: skip
+"""Requests with more than tokens, and options of their engine."""
+
+
+@pytest.mark.parametrize(
+    ("name", "asynchronous"),
+    # vLLM makes these drafts after a step, which it knows only if it has waited for it.
+    [(name, on) for name in MORE for on in (False, True) if not on or name != "drafts"],
+)
+def test_what_requests_ask_for_beside_tokens(
+    name: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("lmformatenforcer", "lmformatenforcer.integrations.vllm"):  # imported, and not used
+        monkeypatch.setitem(sys.modules, module, mock.MagicMock())
+    place = make(MODELS, "smallest")
+    left: Counter[bool] = Counter()
+    own = Scheduler._update_request_with_output
+    traces, answers, on = [], [], False
+
+    def counted(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        left[on] += 1
+        return own(*arguments, **options)
+
+    monkeypatch.setattr(Scheduler, "_update_request_with_output", counted)
+    options_of, engine_options = MORE[name]
+    for on in (False, True):
+        engine = make_engine(
+            place,
+            kvpool=on,
+            asynchronous=asynchronous,
+            **{"distributed_executor_backend": StubExecutor, **engine_options},
+            block_size=16,
+            num_gpu_blocks_override=60,
+            max_model_len=600,
+            max_num_batched_tokens=256,
+        )
+        # A grammar that is compiled on a thread is ready at another step each time.
+        scheduler_of(engine).structured_output_manager._use_async_grammar_compilation = False
+        traces.append(Trace(engine))
+        answers.append(history(engine, 6, 500, options_of))
+        engine.engine_core.shutdown()
+    compare(traces)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) > 20
+    assert traces[0].preemptions > 0
+    if tokens.IS_KNOWN:
+        assert 0 < left[True] < left[False]
+    else:
+        assert left[True] == left[False]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.processes, pytest.mark.engines]
 
-CHECKS = ("", "block_", "event_", "finder_", "layout_", "transfer_")
+CHECKS = ("", "block_", "event_", "finder_", "layout_", "token_", "transfer_")
 
 BRIEFLY = [
     *(f"{OFFLOADING}/{name}.py" for name in ("cpu/test_manager", "tiering/test_tiering_offloading")),
@@ -50,7 +50,7 @@ def test_tests_of_vllm_pass_on_kvpool(tmp_path: Path) -> None:
     """Classes and events of kvpool, and tests of vLLM with the blocks and the manager of kvpool."""
     checks = [str(HERE / f"vllm_{name}checks.py") for name in CHECKS]
     own, ours = run(tmp_path, {"none": checks, "manager,blocks": BRIEFLY})
-    assert own.passed >= 15 + 105 + 9 + 4 + 5 + 22
+    assert own.passed >= 15 + 109 + 9 + 4 + 5 + 35 + 23
     assert not own.skipped
     assert ours.passed >= 120 + 230
     assert len(ours.skipped) == 7

@@ -2,9 +2,9 @@
 
 `pip install kvpool`, then start vLLM with `VLLM_PLUGINS=kvpool` in its environment, or with
 `--scheduler-cls kvpool.integrations.vllm.AsyncScheduler` (`Scheduler` without asynchronous scheduling).
-Both do the same: blocks are those of `block_pool`, hashes come from `hashing`, and `kv_cache_manager` finds
-prefixes and answers steps. `offload` has the classes that vLLM's settings for offloading name; nothing is
-replaced for that.
+Both do the same: blocks are those of `block_pool`, hashes come from `hashing`, `kv_cache_manager` finds
+prefixes and answers steps, and `tokens` has the schedulers. `offload` has the classes that vLLM's settings
+for offloading name; nothing is replaced for that.
 """
 
 from __future__ import annotations

@@ -64,6 +64,8 @@ def get_request_block_hasher(
         found = hashes(tokens, start, known[-1] if known else kv_cache_utils.NONE_HASH)
         return own(request) if found is None else found
 
+    # For `tokens`, which asks only once a block is full.
+    request_block_hasher.kvpool_block_size = hash_block_size  # type: ignore[attr-defined]
     return request_block_hasher
 
 

@@ -228,6 +228,23 @@ STEPS: Seams = {
 }
 """The methods that `kv_cache_manager` and `quiet` rely on or replace."""
 
+_TOKENS = {
+    "_make_cached_request_data": "(self, running_reqs, resumed_reqs, num_scheduled_tokens, "
+    "spec_decode_tokens, req_to_new_blocks)",
+    "_reserve_prefill_lookahead": "(self, request, num_computed_tokens, num_new_tokens)",
+    "_update_request_with_output": "(self, request, new_token_ids, is_stale=False)",
+}
+
+TOKENS: Seams = {
+    f"{_CORE}.sched.scheduler.Scheduler": _TOKENS,
+    f"{_CORE}.sched.async_scheduler.AsyncScheduler": _TOKENS,
+    f"{_CORE}.sched.scheduler.CachedRequestData": {},
+    f"{_CORE}.sched.scheduler.check_stop": {"": "(request, max_model_len)"},
+    "vllm.v1.request.Request": {"update_block_hashes": "(self)"},
+    "vllm.sampling_params.SamplingParams": {},
+}
+"""The methods that `tokens` relies on or replaces. What they do, it compares by their source."""
+
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 CONNECTOR: Seams = {
