@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +26,39 @@ AZURE = (
     "2023-11-16 18:15:50.9951690,396,109\r\n"
     "2023-11-17 18:15:50.9951691,1,0"
 )
+
+
+# Two prompts of one session; the parent of the first is not in the file.
+BAILIAN = (
+    '{"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "input_length": 33, "output_length": 132, '
+    '"type": "text", "turn": 2, "hash_ids": [7, 8, 9]}\n'
+    '{"chat_id": 160, "parent_chat_id": 159, "timestamp": 62.5, "input_length": 48, "output_length": 1, '
+    '"type": "text", "turn": 3, "hash_ids": [7, 8, 10]}\n'
+)
+
+
+def call(  # noqa: PLR0913, PLR0917 - the fields of a line
+    session: str, at: str, tokens: int | None, found: int, output: int, result_at: str = ""
+) -> str:
+    """A line of TraceLab: a call whose first output is at `at`, after a result of a tool."""
+    events = [{"event_type": "text", "timestamp": f"2026-06-01T{at}.5Z"}]
+    if result_at:
+        events.insert(0, {"event_type": "tool_result", "timestamp": f"2026-06-01T{result_at}Z"})
+    record = {"session_id": session, "input_tokens_total": tokens, "prefix_tokens": found}
+    return json.dumps({**record, "output_tokens": output, "timing_events": events, "model": "m"}) + "\n"
+
+
+# Session a grows, and is compacted; session b begins with the same prompt of tools.
+TRACELAB = (
+    call("a", "10:00:09", 4000, 1500, 20)
+    + call("a", "10:00:20", 6000, 0, 30, "10:00:19")
+    + call("b", "10:00:21", 3000, 1100, 5)
+    + call("a", "10:00:30", 2100, 1030, 5)
+)
+
+
+def event_less(events: str) -> str:
+    return json.dumps({**json.loads(TRACELAB.splitlines()[0]), "timing_events": json.loads(events)})
 
 
 def read(folder: Path, content: str | bytes) -> Trace:
@@ -66,6 +101,58 @@ def test_the_block_size_follows_from_the_prompts(
 ) -> None:
     lines = (GOOD.replace("1,", f'{n}, "hash_ids": {[*range(ids)]},', 1) for n, ids in prompts)
     assert read(tmp_path, "".join(lines)).block_size == block_size
+
+
+def test_bailian_requests_belong_to_sessions(tmp_path: Path) -> None:
+    other = BAILIAN.splitlines()[0].replace("159", "3").replace(": 55", ": -1")
+    trace = read(tmp_path, BAILIAN + other)
+    assert trace.arrival_s == pytest.approx([0.0, 0.0, 1.386])
+    assert trace.block_size == 16
+    assert trace.sessions is not None
+    assert trace.sessions.tolist() == [0, 1, 0]
+    assert [blocks.tolist() for blocks in trace.blocks] == [[0, 1, 2], [0, 1, 2], [0, 1, 3]]
+    head = trace.take(np.array([2]))
+    assert head.sessions is not None
+    assert head.sessions.tolist() == [0]
+
+
+def test_the_block_size_of_bailian_is_16_where_it_fits(tmp_path: Path) -> None:
+    short = BAILIAN.splitlines()[0].replace("33,", "9,").replace("[7, 8, 9]", "[7]")
+    assert read(tmp_path, short).block_size == 16
+
+
+def test_prompts_of_tracelab_continue_those_before_in_their_session(tmp_path: Path) -> None:
+    trace = read(tmp_path, TRACELAB)
+    assert trace.arrival_s.tolist() == [0.0, 9.5, 12.0, 21.0]
+    assert trace.input_lens.tolist() == [4000, 6000, 3000, 2100]
+    assert trace.output_lens.tolist() == [20, 30, 5, 5]
+    assert trace.sessions is not None
+    assert trace.sessions.tolist() == [0, 0, 1, 0]
+    first, second, other, compacted = (blocks.tolist() for blocks in trace.blocks)
+    assert [len(blocks) for blocks in trace.blocks] == [8, 12, 6, 5]
+    # 4000 tokens are 7 whole blocks, the prompt of tools has 2, and 1030 tokens are 2.
+    assert first[:7] == second[:7]
+    assert not {*first[7:]} & {*second[7:]}
+    assert other[:2] == first[:2]
+    assert not {*other[2:]} & {*second, *first}
+    assert compacted[:2] == first[:2]
+    assert not {*compacted[2:]} & {*second, *first, *other}
+
+
+def test_calls_of_tracelab_without_a_number_of_tokens_are_left_out(tmp_path: Path) -> None:
+    assert len(read(tmp_path, TRACELAB + call("a", "11:00:00", None, 0, 1))) == 4
+    with pytest.raises(TraceError, match="holds no requests"):
+        read(tmp_path, call("a", "11:00:00", None, 0, 1))
+
+
+def test_a_compressed_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "sample.jsonl.gz"
+    path.write_bytes(gzip.compress(BAILIAN.encode()))
+    trace = read_trace(path)
+    assert (trace.name, len(trace)) == ("sample", 2)
+    path.write_bytes(gzip.compress(BAILIAN.encode())[:-9])
+    with pytest.raises(TraceError, match="is not a whole gzip file"):
+        read_trace(path)
 
 
 def test_azure_lines_end_in_crlf_and_have_seven_digits(tmp_path: Path) -> None:
@@ -116,7 +203,7 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     ("content", "line", "message"),
     [
         (GOOD + "{oops\n", 2, "not a JSON object"),
-        (GOOD + "\n[1, 2]\n", 3, "needs an object with timestamp"),
+        (GOOD + "\n[1, 2]\n", 3, "not a JSON object, but list"),
         (GOOD + '{"timestamp": 0, "input_length": 1}\n', 2, "needs an object with timestamp"),
         (GOOD.replace("0,", '"soon",'), 1, "timestamp is not a number of milliseconds: 'soon'"),
         (GOOD.replace("0,", "true,"), 1, "timestamp is not a number of milliseconds: True"),
@@ -141,7 +228,20 @@ HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         ),
         (HEADER + "yesterday,1,1\n", 2, "TIMESTAMP is not a date and time: 'yesterday'"),
         (HEADER + "2023-02-20,1,1\n", 2, "TIMESTAMP is not a date and time: '2023-02-20'"),
-        ("\nhello, world\n", 2, "neither a Mooncake line"),
+        (BAILIAN.replace("55", "null"), 1, "chat_id and parent_chat_id are not ints: 159, None"),
+        (BAILIAN.replace("61.114", "-1"), 1, "timestamp is not a number of seconds: -1"),
+        (BAILIAN + GOOD, 3, "needs an object with chat_id, parent_chat_id, timestamp"),
+        (TRACELAB + GOOD, 5, "needs an object with session_id, input_tokens_total"),
+        (TRACELAB.replace('"a"', "7", 1), 1, "session_id is not a text: 7"),
+        (
+            TRACELAB.replace("10:00:09", "noon", 1),
+            1,
+            "timestamp is not a date and time: '2026-06-01Tnoon.5Z'",
+        ),
+        (TRACELAB.replace("4000", "0.5", 1), 1, "input_tokens_total is not a token count of at least 1: 0.5"),
+        (event_less("[]"), 1, "timing_events is not a list of one event or more"),
+        (event_less("[3]"), 1, "timing_events is not a list of one event or more"),
+        ("\nhello, world\n", 2, "neither a line of Mooncake, Bailian or TraceLab"),
     ],
 )
 def test_a_malformed_line_is_reported(tmp_path: Path, content: str, line: int, message: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from trace_checks import AZURE, MOONCAKE, check_content
+from trace_checks import AZURE, BAILIAN, MOONCAKE, TRACELAB, check_content
 
 from kvpool.tools.traces import TraceError, read_trace
 
@@ -32,7 +32,7 @@ def test_any_bytes_are_a_trace_or_an_error(tmp_path: Path, content: bytes) -> No
 
 
 @any_path
-@given(content=st.sampled_from([MOONCAKE, AZURE]), changes=changes)
+@given(content=st.sampled_from([MOONCAKE, AZURE, BAILIAN, TRACELAB]), changes=changes)
 def test_a_mutated_trace_is_a_trace_or_an_error(
     tmp_path: Path, content: bytes, changes: list[tuple[int, int, bytes]]
 ) -> None:

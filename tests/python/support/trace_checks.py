@@ -22,6 +22,18 @@ AZURE = (
     b"2024-05-10T02:00:00.5+02:00,396,109\n"
     b"2023-11-17 18:15:50,1,0"
 )
+BAILIAN = (
+    b'{"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 33, "output_length": 132, '
+    b'"type": "text", "turn": 1, "hash_ids": [7, 8, 9]}\n'
+    b'{"chat_id": 2, "parent_chat_id": 1, "timestamp": 62.5, "input_length": 48, "output_length": 1, '
+    b'"type": "text", "turn": 2, "hash_ids": [7, 8, 10]}\n'
+)
+TRACELAB = (
+    b'{"session_id": "a", "input_tokens_total": 4000, "prefix_tokens": 900, "output_tokens": 20, '
+    b'"timing_events": [{"event_type": "user_message", "timestamp": "2026-06-01T05:40:20.151Z"}]}\n'
+    b'{"session_id": "a", "input_tokens_total": 500, "prefix_tokens": 100, "output_tokens": 20, '
+    b'"timing_events": [{"event_type": "text", "timestamp": "2026-06-01T05:41:20.151Z"}]}\n'
+)
 
 
 def check_content(path: Path, content: bytes) -> Trace | None:
@@ -55,5 +67,9 @@ def check_trace(trace: Trace, content: bytes) -> None:
         assert lens.flags.c_contiguous
         assert lens.min() >= least
         assert lens.max() < 2**31
+    assert len(trace.all_blocks()) == count
+    if trace.sessions is not None:
+        assert trace.sessions.shape == (count,)
+        assert trace.sessions[0] == 0
     assert (trace.total_lens == trace.input_lens + trace.output_lens).all()
     assert len(trace.head(1)) == 1

@@ -50,7 +50,7 @@ def make_parser() -> Parser:
         parser.add_argument(name, action=argparse.BooleanOptionalAction, default=value, help=text)
 
     count, natural = at_least(1), at_least(0)
-    trace = "a Mooncake JSONL or Azure CSV trace; its content tells which"
+    trace = "a trace of Mooncake, Bailian, TraceLab or Azure; its content tells which"
     parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help=trace)
     parser.add_argument("--synthetic", action="store_true", help="make a trace instead of reading one")
     add("--seed", "seed of the synthetic trace and of the stored rows", of=natural, value=default.seed)
