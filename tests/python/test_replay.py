@@ -491,8 +491,8 @@ def test_plot_writes_a_picture(tmp_path: Path, options: list[str]) -> None:
     ("arguments", "message"),
     [
         (["/absent/trace.csv"], "No such file or directory: '/absent/trace.csv'"),
-        ([], "give either TRACE or --synthetic"),
-        (["--synthetic", "x.csv"], "give either TRACE or --synthetic"),
+        ([], "give one of TRACE, --synthetic and --agents"),
+        (["--synthetic", "x.csv"], "give one of TRACE, --synthetic and --agents"),
         (["--synthetic", "--dtype", "float64"], "kvpool: dtype must be one of"),
         (["--synthetic", "--speed-up", "0"], "kvpool: speed_up must be a positive number"),
         (["--synthetic", "--requests", "2", "--plot", "/absent/x.png"], "--plot: /absent is not a folder"),

@@ -53,7 +53,12 @@ def make_parser() -> Parser:
     trace = "a trace of Mooncake, Bailian, TraceLab or Azure; its content tells which"
     parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help=trace)
     parser.add_argument("--synthetic", action="store_true", help="make a trace instead of reading one")
-    add("--seed", "seed of the synthetic trace and of the stored rows", of=natural, value=default.seed)
+    add(
+        "--agents",
+        "make a trace of coding agents: coding, or changes of it: sessions=50,context=1M",
+        metavar="SPEC",
+    )
+    add("--seed", "seed of the generated trace and of the stored rows", of=natural, value=default.seed)
     add("--requests", f"the first N requests only; with --synthetic make N ({SYNTHETIC_REQUESTS})", of=count)
     add("--pool-size", "token slots (default: half of the trace's peak, so that the pool is short)", of=count)
     add("--page-size", "slots per page (default: 1; with --capacity the block of the trace)", of=count)
@@ -133,13 +138,16 @@ def _config(options: argparse.Namespace, policy: str) -> ReplayConfig:
 
 
 def _load(options: argparse.Namespace) -> Trace:
-    if options.synthetic == (options.trace is not None):
-        refuse("give either TRACE or --synthetic")
-    from kvpool.tools.traces import read_trace, synthetic_trace  # noqa: PLC0415 - it needs NumPy
+    if options.synthetic + (options.trace is not None) + (options.agents is not None) != 1:
+        refuse("give one of TRACE, --synthetic and --agents")
+    from kvpool.tools import traces  # noqa: PLC0415 - it needs NumPy
 
-    if options.trace is None:
-        return synthetic_trace(options.requests or SYNTHETIC_REQUESTS, options.seed)
-    return read_trace(options.trace).head(options.requests)
+    if options.synthetic:
+        return traces.synthetic_trace(options.requests or SYNTHETIC_REQUESTS, options.seed)
+    if options.agents is not None:
+        spec = traces.parse_agents(options.agents)
+        return traces.agents_trace(spec, options.seed).head(options.requests)
+    return traces.read_trace(options.trace).head(options.requests)
 
 
 def _policies(text: str, *, has_several: bool) -> list[str]:

@@ -8,8 +8,18 @@ https://github.com/uw-syfi/TraceLab) and the Azure LLM inference traces (CSV,
 https://github.com/Azure/AzurePublicDataset). The first line of a file determines its format.
 """
 
+from kvpool.tools.traces.agents import AgentsSpec, agents_trace, parse_agents
 from kvpool.tools.traces.files import read_trace
 from kvpool.tools.traces.synthetic import synthetic_trace
 from kvpool.tools.traces.trace import BLOCK_SIZE, Trace, TraceError
 
-__all__ = ["BLOCK_SIZE", "Trace", "TraceError", "read_trace", "synthetic_trace"]
+__all__ = [
+    "BLOCK_SIZE",
+    "AgentsSpec",
+    "Trace",
+    "TraceError",
+    "agents_trace",
+    "parse_agents",
+    "read_trace",
+    "synthetic_trace",
+]
