@@ -12,8 +12,9 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.tools.cli import main
-from kvpool.tools.policies import BELADY, POLICIES
-from kvpool.tools.replay.hit_rates import HitRates, measure
+from kvpool.tools.policies import BELADY, POLICIES, SIMULATED_POLICIES
+from kvpool.tools.replay.hit_rates import HitRates, Job
+from kvpool.tools.replay.hit_rates import measure as measure_job
 from kvpool.tools.replay.prompts import Prompts
 from kvpool.tools.traces import Trace, read_trace, synthetic_trace
 
@@ -32,6 +33,12 @@ def trace_of(*prompts: Sequence[int], block_size: int = 4) -> Trace:
     return Trace(
         "test", np.arange(len(lens), dtype=np.float64), lens, np.zeros_like(lens), blocks, block_size
     )
+
+
+def measure(
+    trace: Trace, policies: Sequence[str], capacities: Sequence[int], page_size: int | None = None
+) -> HitRates:
+    return measure_job(trace, Job(policies, capacities, page_size))
 
 
 def found(rates: HitRates) -> list[int]:
@@ -77,7 +84,7 @@ def test_belady_evicts_leaves_first_and_keeps_the_running_prompt() -> None:
 def test_no_policy_finds_more_than_belady_and_all_find_everything_in_time() -> None:
     trace = synthetic_trace(400, 1)
     capacities = [20_000, 60_000, MILLION]
-    rates = measure(trace, [*POLICIES, BELADY], capacities)
+    rates = measure(trace, [*POLICIES, *SIMULATED_POLICIES], capacities)
     best = {rate.capacity: rate.found_blocks for rate in rates.rates if rate.policy == BELADY}
     for rate in rates.rates:
         assert 0 < rate.found_blocks <= best[rate.capacity]
@@ -151,7 +158,7 @@ def test_the_command_prints_a_table_and_draws_a_plot(tmp_path: Path) -> None:
     picture = tmp_path / "rates.svg"
     code, out, err = invoke(*MEASURE, "--policy", "all", "--plot", str(picture), "--progress")
     assert code == 0, err
-    for name in (*POLICIES, BELADY):
+    for name in (*POLICIES, *SIMULATED_POLICIES):
         assert f" {name} " in out
     assert " 20K " in out
     assert " 100K " in out

@@ -27,7 +27,7 @@ from kvpool.models.model_config import parse_model
 from kvpool.tools.bandwidths import Bandwidth, as_json, read_bandwidths
 from kvpool.tools.cli import main as kvpool
 from kvpool.tools.plan.solver import PlanConfig, make_plan
-from kvpool.tools.replay.hit_rates import measure
+from kvpool.tools.replay.hit_rates import Job, measure
 from kvpool.tools.traces import Trace, read_trace, synthetic_trace
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def test_one_machine_finds_what_the_replay_finds() -> None:
     kept = np.flatnonzero(whole + made.output_lens <= 20_000)
     trace = replace(made, input_lens=whole, arrival_s=spaced(len(made))).take(kept)
     for tokens in (20_032, 60_032):
-        for rate in measure(trace, ["lru", "adaptive"], [tokens]).rates:
+        for rate in measure(trace, Job(["lru", "adaptive"], [tokens])).rates:
             result = run(trace, replace(MACHINE, tokens=tokens), policy=rate.policy)
             found = -(-result.device_tokens // trace.block_size)
             # The adaptive policy draws a seed for each cache.

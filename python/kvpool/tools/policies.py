@@ -15,6 +15,25 @@ POLICIES: tuple[Policy, ...] = ("lru", "fifo", "lfu", "slru", "priority", "adapt
 BELADY = "belady"
 """The policy that knows future requests, for `kvpool replay --capacity`: it evicts what is used last."""
 
+BELADY_IN_SECONDS = "belady-seconds"
+"""Likewise, by the seconds that are saved."""
+
+SIMULATED_POLICIES = ("s3-fifo", "gdsf", "session", BELADY, BELADY_IN_SECONDS)
+"""The policies of `kvpool replay --capacity` alone."""
+
+COMPARED_POLICIES = (
+    "lru",
+    "lfu",
+    "slru",
+    "s3-fifo",
+    "gdsf",
+    "session",
+    "adaptive",
+    BELADY,
+    BELADY_IN_SECONDS,
+)
+"""The policies of `kvpool replay --compare`."""
+
 
 def policy_named(name: str) -> Policy:
     """Return the policy with a name.

@@ -16,7 +16,7 @@ from rich.progress import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpool.tools.replay.hit_rates import HitRate, HitRates
+    from kvpool.tools.replay.hit_rates import HitRate, HitRates, Job
     from kvpool.tools.replay.replay import Replay, ReplayResult
     from kvpool.tools.traces import Trace
 
@@ -48,14 +48,12 @@ def run(job: Replay, console: Console | None) -> ReplayResult:
         return result
 
 
-def measure(
-    trace: Trace, policies: list[str], capacities: list[int], page_size: int | None, console: Console | None
-) -> HitRates:
+def measure(trace: Trace, job: Job, console: Console | None) -> HitRates:
     """Measure the hit rates of policies, with a bar if there is a console for it."""
     from kvpool.tools.replay import hit_rates  # noqa: PLC0415 - it needs NumPy
 
     if console is None:
-        return hit_rates.measure(trace, policies, capacities, page_size)
+        return hit_rates.measure(trace, job)
     columns = (
         TextColumn("measuring {task.fields[last]}"),
         BarColumn(),
@@ -63,9 +61,9 @@ def measure(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=len(policies) * len(capacities), last="")
+        task = bar.add_task("", total=len(job.policies) * len(job.capacities), last="")
 
         def update(rate: HitRate) -> None:
             bar.update(task, advance=1, last=rate.policy)
 
-        return hit_rates.measure(trace, policies, capacities, page_size, update)
+        return hit_rates.measure(trace, job, update)

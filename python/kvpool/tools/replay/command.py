@@ -14,10 +14,11 @@ from kvpool.tools.devices import check_device
 from kvpool.tools.needs import COMMANDS
 from kvpool.tools.options import Parser, at_least
 from kvpool.tools.output import fail, need, refuse, waiting
-from kvpool.tools.policies import BELADY, POLICIES, policy_named
+from kvpool.tools.policies import COMPARED_POLICIES, POLICIES, SIMULATED_POLICIES, policy_named
 from kvpool.tools.replay.config import ReplayConfig
 
 if TYPE_CHECKING:
+    from kvpool.tools.replay.cost import PrefillCost
     from kvpool.tools.traces import Trace
 
 DESCRIPTION = """\
@@ -29,10 +30,17 @@ pool is short. Exits with status 1 if one row is wrong, one slot is missing at
 the end, or no request fits.
 
 With --capacity the prefix cache alone is measured instead: its hit rate by
-policy and size, request after request, without a clock and without outputs."""
+policy and size, request after request, without a clock and without outputs.
+--compare measures all policies, and the seconds of prefill that they save."""
 
 SYNTHETIC_REQUESTS = 2_000
 """Requests of the synthetic trace, if --requests is not given."""
+
+COMPARED_CAPACITIES = "500K,1M,2M,4.1M,8.2M"
+"""The sizes of --compare, if --capacity is not given."""
+
+COMPARED_COSTS = "8B,70B"
+"""The costs of --compare, if --cost is not given."""
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000}
 
@@ -55,7 +63,7 @@ def make_parser() -> Parser:
     parser.add_argument("--synthetic", action="store_true", help="make a trace instead of reading one")
     add(
         "--agents",
-        "make a trace of coding agents: coding, or changes of it: sessions=50,context=1M",
+        "make a trace of agents: coding, or changes of it: sessions=50,context=1M",
         metavar="SPEC",
     )
     add("--seed", "seed of the generated trace and of the stored rows", of=natural, value=default.seed)
@@ -82,8 +90,13 @@ def make_parser() -> Parser:
     switch("--prefix-cache", "find what requests have in common in a prefix cache", value=False)
     policies = f"what the cache evicts first: {', '.join(POLICIES)}"
     add("--policy", policies, metavar="POLICY", value=default.policy)
-    capacity = f"measure policies (a list, {BELADY} or all) at these sizes in tokens: 500K,8.2M"
+    simulated = ", ".join(SIMULATED_POLICIES)
+    capacity = f"measure policies (a list, all, {simulated}) at these sizes: 500K,8.2M"
     add("--capacity", capacity, metavar="SIZES")
+    compare = "compare policies, with --policy FILE.py:CLASS your own, by hits and by seconds"
+    parser.add_argument("--compare", action="store_true", help=compare)
+    cost = f"costs of --compare: 8B, 70B, or a CSV file of prefills (default: {COMPARED_COSTS})"
+    add("--cost", cost, metavar="COSTS")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add("--plot", "write a plot of occupancy and latencies, or of hit rates", of=Path, metavar="FILE")
     progress = parser.add_mutually_exclusive_group()
@@ -100,15 +113,23 @@ def run(options: argparse.Namespace) -> int:
         from rich.console import Console  # noqa: PLC0415 - of an extra, as the rest
 
         from kvpool.tools.replay import bars  # noqa: PLC0415
+        from kvpool.tools.replay.hit_rates import Job  # noqa: PLC0415
         from kvpool.tools.replay.output import Output  # noqa: PLC0415
         from kvpool.tools.replay.replay import Replay  # noqa: PLC0415
         from kvpool.tools.traces import TraceError  # noqa: PLC0415
 
-    if options.capacity is not None and (options.kv or not options.prefix_cache):
+    if options.compare and options.capacity is None:
+        options.capacity = COMPARED_CAPACITIES
+    if options.capacity is not None and not options.compare and (options.kv or not options.prefix_cache):
         refuse("--capacity measures the prefix cache alone; give --no-kv and --prefix-cache with it")
+    if options.cost is not None and not options.compare:
+        refuse("--cost is what the hits of --compare save")
     sizes = None if options.capacity is None else _capacities(options.capacity)
     try:
         policies = _policies(options.policy, has_several=sizes is not None)
+        if options.compare:
+            policies = [*dict.fromkeys((*COMPARED_POLICIES, *policies))]
+        costs = _costs(options.cost or COMPARED_COSTS) if options.compare else ()
         config = _config(options, "adaptive" if sizes is not None else policies[0])
         output = Output(options.plot, as_json_object=options.json)
         output.check()
@@ -118,7 +139,8 @@ def run(options: argparse.Namespace) -> int:
         show = errors.is_terminal and not options.json if options.progress is None else options.progress
         console = errors if show else None
         if sizes is not None:
-            output.print_rates(bars.measure(loaded, policies, sizes, options.page_size, console))
+            job = Job(policies, sizes, options.page_size, costs)
+            output.print_rates(bars.measure(loaded, job, console))
             return 0
         check_device(config.device)
         output.print_replay(bars.run(Replay(loaded, config), console))
@@ -158,14 +180,30 @@ def _policies(text: str, *, has_several: bool) -> list[str]:
     """
     if not has_several:
         return [policy_named(text)]
-    known = [*POLICIES, BELADY]
     if text == "all":
-        return known
+        return [*POLICIES, *SIMULATED_POLICIES]
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in known:
-            raise ConfigError(f"policy must be one of {', '.join(known)}, or all, not {name!r}")
+        if name not in {*POLICIES, *SIMULATED_POLICIES} and ":" not in name:
+            known = ", ".join((*POLICIES, *SIMULATED_POLICIES))
+            raise ConfigError(f"policy must be one of {known}, FILE.py:CLASS, or all, not {name!r}")
     return names
+
+
+def _costs(text: str) -> tuple[PrefillCost, ...]:
+    """Return costs by their names, or fitted to tables of prefills.
+
+    Raises:
+        ConfigError: If there is no such cost, or a table does not determine one.
+        OSError: If a table cannot be opened.
+    """
+    from kvpool.tools.replay.cost import COSTS, read_cost  # noqa: PLC0415 - it needs NumPy
+
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in COSTS and not name.endswith(".csv"):
+            raise ConfigError(f"cost must be one of {', '.join(COSTS)}, or a CSV file, not {name!r}")
+    return tuple(COSTS[name] if name in COSTS else read_cost(Path(name)) for name in names)
 
 
 def _capacities(text: str) -> list[int]:

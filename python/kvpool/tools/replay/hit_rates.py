@@ -1,4 +1,4 @@
-"""The share of a trace's prompts that a prefix cache finds, by policy and capacity.
+"""The share of a trace's prompts that a prefix cache finds, by policy and capacity, and what that saves.
 
 The cache alone is measured, without a clock: one request after another finds its prompt and adds the rest of
 it. Prompts are whole blocks, and a block counts as found if all its tokens are, as in the release of the
@@ -7,23 +7,53 @@ Mooncake traces.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvpool import TokenToKVPoolAllocator
 from kvpool._kvpool import PrefixCache
 from kvpool.errors import ConfigError
-from kvpool.tools.policies import BELADY, POLICIES, policy_named
-from kvpool.tools.replay.belady import belady
+from kvpool.tools.policies import POLICIES, SIMULATED_POLICIES, policy_named
+from kvpool.tools.replay.bound import most_saved
+from kvpool.tools.replay.eviction import Setting
 from kvpool.tools.replay.prompts import Prompts
+from kvpool.tools.replay.simulate import simulate
+from kvpool.tools.replay.simulated import SIMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from numpy.typing import NDArray
+
+    from kvpool.tools.replay.cost import PrefillCost
+    from kvpool.tools.replay.eviction import Eviction
     from kvpool.tools.traces import Trace
+
+LOAD = 0.9
+"""The share of the time in which a machine without a cache computes prompts, for times to first token."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the hits of one cache save.
+
+    Attributes:
+        cost: Name of the cost.
+        seconds: Seconds of prefill that are saved.
+        ttft_s: Median and 99th percentile of the time to first token in seconds, if one machine computes one
+            prompt after another, and requests arrive so fast that it would need `LOAD` of the time without a
+            cache.
+    """
+
+    cost: str
+    seconds: float
+    ttft_s: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -35,12 +65,29 @@ class HitRate:
         capacity: Its tokens.
         found_blocks: Blocks of all prompts that were found.
         wall_s: Real time of the measurement.
+        saved: What they save by each cost.
     """
 
     policy: str
     capacity: int
     found_blocks: int
     wall_s: float
+    saved: tuple[Saved, ...] = ()
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What no policy exceeds at a capacity.
+
+    Attributes:
+        capacity: Tokens.
+        found_blocks: Blocks that are found, not a whole number.
+        seconds: Seconds that are saved, by each cost.
+    """
+
+    capacity: int
+    found_blocks: float
+    seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -55,6 +102,9 @@ class HitRates:
         repeated_blocks: Blocks of prompts that an unlimited cache finds.
         page_size: Slots per page of the caches.
         rates: One entry for each policy and capacity, in the order in which they were given.
+        costs: The costs by which seconds are counted.
+        prefill_s: Seconds of all prompts without a cache, by each cost.
+        bounds: One entry for each capacity, if there are costs.
     """
 
     trace: str
@@ -64,73 +114,161 @@ class HitRates:
     repeated_blocks: int
     page_size: int
     rates: list[HitRate]
+    costs: tuple[PrefillCost, ...] = ()
+    prefill_s: tuple[float, ...] = ()
+    bounds: tuple[Bound, ...] = ()
 
     def share(self, rate: HitRate) -> float:
         """Return the share of all blocks that was found."""
         return rate.found_blocks / self.blocks
 
 
-def measure(
-    trace: Trace,
-    policies: Sequence[str],
-    capacities: Sequence[int],
-    page_size: int | None = None,
-    on_rate: Callable[[HitRate], None] = lambda _: None,
-) -> HitRates:
+@dataclass(frozen=True)
+class Job:
+    """What is measured.
+
+    Attributes:
+        policies: Names of policies: `POLICIES`, `SIMULATED_POLICIES`, or `FILE.py:CLASS` and `MODULE:CLASS`
+            of an `Eviction` in Python, which is made with a `Setting`.
+        capacities: Tokens of the caches.
+        page_size: Slots per page, which divide the block size; the block size by default. Policies in Python
+            evict whole blocks.
+        costs: By which seconds are counted. The first one is that of policies that know it.
+    """
+
+    policies: Sequence[str]
+    capacities: Sequence[int]
+    page_size: int | None = None
+    costs: tuple[PrefillCost, ...] = ()
+
+
+def measure(trace: Trace, job: Job, on_rate: Callable[[HitRate], None] = lambda _: None) -> HitRates:
     """Measure the hit rate of each policy at each capacity.
 
     Args:
         trace: A trace with at least one request.
-        policies: Names of `POLICIES`, or `BELADY`.
-        capacities: Tokens of the caches.
-        page_size: Slots per page; must divide the block size, which it is by default.
+        job: What is measured.
         on_rate: Called after each measurement.
 
     Raises:
         ConfigError: If the page size does not divide the block size, a capacity is less than a block, or a
             policy is unknown.
     """
-    page_size = page_size or trace.block_size
+    page_size = job.page_size or trace.block_size
     if trace.block_size % page_size:
         raise ConfigError(f"page_size {page_size} does not divide the trace's blocks of {trace.block_size}")
-    if min(capacities) < trace.block_size:
-        raise ConfigError(f"capacity {min(capacities)} is less than a block of {trace.block_size} tokens")
-    if unknown := set(policies) - {*POLICIES, BELADY}:
-        raise ConfigError(f"unknown policy {min(unknown)!r}; use {', '.join((*POLICIES, BELADY))}")
-    prompts, blocks = Prompts(trace), trace.all_blocks()
+    if min(job.capacities) < trace.block_size:
+        raise ConfigError(f"capacity {min(job.capacities)} is less than a block of {trace.block_size} tokens")
+    simulated = {name: _simulated(name) for name in job.policies if name not in POLICIES}
+    prompts, paths = Prompts(trace), trace.all_blocks()
+    lens = np.array([len(path) for path in paths])
+    clocks = [_Clock(cost, trace, lens) for cost in job.costs]
     rates = []
-    for policy in policies:
-        for capacity in capacities:
+    for policy in job.policies:
+        for capacity in job.capacities:
             begin = perf_counter()
-            if policy == BELADY:
-                found = belady(blocks, capacity // trace.block_size)
+            if policy in simulated:
+                setting = Setting(capacity // trace.block_size, trace, paths, _saved_s(job, trace, lens))
+                found = simulate(simulated[policy](setting), setting)
             else:
                 found = _found(prompts, trace, policy, capacity, page_size)
-            rates.append(HitRate(policy, capacity, found, perf_counter() - begin))
+            wall_s = perf_counter() - begin
+            saved = tuple(clock.saved(found) for clock in clocks)
+            rates.append(HitRate(policy, capacity, int(found.sum()), wall_s, saved))
             on_rate(rates[-1])
-    count = sum(map(len, blocks))
     return HitRates(
         trace=trace.name,
         requests=len(trace),
         block_size=trace.block_size,
-        blocks=count,
-        repeated_blocks=count - len(np.unique(np.concatenate(blocks))),
+        blocks=int(lens.sum()),
+        repeated_blocks=int(lens.sum()) - len(np.unique(np.concatenate(paths))),
         page_size=page_size,
         rates=rates,
+        costs=job.costs,
+        prefill_s=tuple(clock.prefill_s for clock in clocks),
+        bounds=tuple(_bound(trace, job, paths, lens, capacity) for capacity in job.capacities if clocks),
     )
 
 
-def _found(prompts: Prompts, trace: Trace, policy: str, capacity: int, page_size: int) -> int:
-    """Return the blocks that a cache finds."""
+class _Clock:
+    """Seconds by one cost."""
+
+    def __init__(self, cost: PrefillCost, trace: Trace, lens: NDArray[np.int64]) -> None:
+        self._cost, self._block_size = cost, trace.block_size
+        self._whole_s = cost.seconds(lens * trace.block_size)
+        self.prefill_s = float(self._whole_s.sum())
+        span_s = float(trace.arrival_s[-1])
+        faster = span_s * LOAD / self.prefill_s if span_s and self.prefill_s else 1.0
+        self._arrival_s = trace.arrival_s / faster
+
+    def saved(self, found: NDArray[np.int64]) -> Saved:
+        """Return what these found blocks of each request save."""
+        saved_s = self._cost.seconds(found * self._block_size)
+        computed_s = self._whole_s - saved_s
+        # A queue with one server, which has been busy since the last arrival at an idle server.
+        busy_s = np.cumsum(computed_s)
+        ends_s = busy_s + np.maximum.accumulate(self._arrival_s - (busy_s - computed_s))
+        median, p99 = np.percentile(ends_s - self._arrival_s, (50, 99)).tolist()
+        return Saved(self._cost.name, float(saved_s.sum()), (median, p99))
+
+
+def _saved_s(job: Job, trace: Trace, lens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the seconds, or the blocks without a cost, that a block at each place of a prompt saves."""
+    places = np.arange(lens.max() + 1)
+    if not job.costs:
+        return np.ones(len(places) - 1)
+    return np.diff(job.costs[0].seconds(places * trace.block_size))
+
+
+def _bound(
+    trace: Trace, job: Job, paths: Sequence[NDArray[np.int64]], lens: NDArray[np.int64], capacity: int
+) -> Bound:
+    places = np.arange(lens.max() + 1)
+    seconds = [np.diff(cost.seconds(places * trace.block_size)) for cost in job.costs]
+    blocks, *saved = most_saved(paths, capacity // trace.block_size, [np.ones(len(places) - 1), *seconds])
+    return Bound(capacity, blocks, tuple(saved))
+
+
+def _simulated(name: str) -> Callable[[Setting], Eviction]:
+    """Return what makes a policy in Python."""
+    if name in SIMULATED:
+        return SIMULATED[name]
+    where, _, attribute = name.rpartition(":")
+    if not where:
+        known = ", ".join((*POLICIES, *SIMULATED_POLICIES))
+        raise ConfigError(f"unknown policy {name!r}; use {known}, or FILE.py:CLASS")
+    try:
+        found: Any = getattr(_module(where), attribute)
+    except (ImportError, AttributeError, OSError, SyntaxError) as error:
+        raise ConfigError(f"policy {name!r}: {type(error).__name__}: {error}") from None
+    lacks = [method for method in ("record", "insert", "remove", "victim") if not hasattr(found, method)]
+    if lacks or not callable(found):
+        raise ConfigError(f"policy {name!r} is no Eviction: it lacks {', '.join(lacks) or 'a constructor'}")
+    return found  # type: ignore[no-any-return]
+
+
+def _module(where: str) -> object:
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{where} is no module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _found(prompts: Prompts, trace: Trace, policy: str, capacity: int, page_size: int) -> NDArray[np.int64]:
+    """Return for each request the blocks that a `PrefixCache` finds."""
     allocator = TokenToKVPoolAllocator(capacity, device="cpu", page_size=page_size, need_sort=False)
     cache = PrefixCache(allocator, policy=policy_named(policy))
     most = allocator.available_size()
-    found = 0
+    found = np.zeros(len(trace), np.int64)
     for request in range(len(trace)):
         tokens = prompts.whole_blocks_of(request)[:most]
         with cache.match(tokens) as lease:
             length = lease.length
-            found += length // trace.block_size
+            found[request] = length // trace.block_size
             if length < len(tokens):
                 # All but this prompt can be evicted, so that there is room for it.
                 lease.publish(tokens[length:], allocator.alloc(len(tokens) - length))

@@ -57,9 +57,13 @@ class Output:
 
     def print_rates(self, rates: HitRates) -> None:
         """Print hit rates, and draw them."""
-        from kvpool.tools.replay.report import print_rates, rates_as_json  # noqa: PLC0415 - it needs NumPy
+        from kvpool.tools.replay.report import (  # noqa: PLC0415 - it needs NumPy
+            print_comparison,
+            print_rates,
+            rates_as_json,
+        )
 
-        self._print(rates, rates_as_json, print_rates)
+        self._print(rates, rates_as_json, print_comparison if rates.costs else print_rates)
         if self.plot is not None:
             from kvpool.tools.replay.plot import save_rates  # noqa: PLC0415 - Matplotlib loads slowly
 

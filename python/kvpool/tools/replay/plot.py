@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
-from kvpool.tools.policies import BELADY
+from kvpool.tools.policies import BELADY, BELADY_IN_SECONDS
 from kvpool.tools.replay.replay import OPERATIONS
 from kvpool.tools.replay.report import tokens_text
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvpool.tools.replay.hit_rates import HitRates
     from kvpool.tools.replay.replay import ReplayResult
 
+ORACLES = {BELADY, BELADY_IN_SECONDS}
 _POINTS = 2_000  # about the width of the picture
 
 
@@ -58,8 +59,8 @@ def save_rates(rates: HitRates, path: Path) -> None:
     capacities = sorted({rate.capacity for rate in rates.rates})
     for policy in dict.fromkeys(rate.policy for rate in rates.rates):
         shares = {rate.capacity: 100.0 * rates.share(rate) for rate in rates.rates if rate.policy == policy}
-        style, width = ("--", 1.5) if policy == BELADY else ("-", 2.5 if policy == "adaptive" else 1.2)
-        label = f"{policy} (knows the future)" if policy == BELADY else policy
+        style, width = ("--", 1.5) if policy in ORACLES else ("-", 2.5 if policy == "adaptive" else 1.2)
+        label = f"{policy} (knows the future)" if policy in ORACLES else policy
         axes.plot(
             capacities,
             [shares[capacity] for capacity in capacities],

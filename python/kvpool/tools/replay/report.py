@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
+from kvpool.tools.policies import BELADY
+from kvpool.tools.replay.hit_rates import LOAD
 from kvpool.tools.replay.replay import BOOKKEEPING, OPERATIONS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.console import Console
 
-    from kvpool.tools.replay.hit_rates import HitRates
+    from kvpool.tools.replay.hit_rates import HitRate, HitRates
     from kvpool.tools.replay.replay import ReplayResult
 
 
@@ -80,6 +82,59 @@ def print_rates(rates: HitRates, console: Console) -> None:
         f"{sum(rate.wall_s for rate in rates.rates):,.1f} s",
         highlight=False,
     )
+
+
+def print_comparison(rates: HitRates, console: Console) -> None:
+    """Print a table for each capacity, with a row for each policy."""
+    console.print(f"Prefix caches by their policies, {rates.trace}", style="italic", highlight=False)
+    for at, bound in enumerate(rates.bounds):
+        console.print(_comparison(rates, bound.capacity, at))
+    console.print(
+        f"{rates.blocks:,} blocks of {rates.block_size} tokens in {rates.requests:,} prompts; an unlimited "
+        f"cache finds {rates.repeated_blocks / rates.blocks:.1%}.",
+        "way: the share of the distance from lru to belady. bound: no policy finds or saves more; "
+        "belady-seconds is greedy, and none.",
+        *(
+            f"{cost.name}: {1e6 * cost.per_token_s:.3g} us for each token, {1e9 * cost.per_pair_s:.3g} ns "
+            f"for each token before it; {seconds:,.0f} s for all prompts."
+            for cost, seconds in zip(rates.costs, rates.prefill_s, strict=True)
+        ),
+        f"p50, p99: seconds to the first token with {rates.costs[0].name}, one prompt after another, at a "
+        f"rate that takes {LOAD:.0%} of its time without a cache.",
+        f"{sum(rate.wall_s for rate in rates.rates):,.1f} s",
+        sep="\n",
+        highlight=False,
+    )
+
+
+def _comparison(rates: HitRates, capacity: int, at: int) -> Table:
+    rows = {rate.policy: rate for rate in rates.rates if rate.capacity == capacity}
+    recent, best = rows.get("lru"), rows.get(BELADY)
+    table = Table(title=f"{tokens_text(capacity)} tokens", title_justify="left", padding=(0, 0))
+    table.add_column("policy")
+    headings = ["found", "way"]
+    for cost in rates.costs:
+        headings += [f"{cost.name.split()[0]} s", "x lru"]
+    for heading in (*headings, "p50", "p99"):
+        table.add_column(heading, justify="right")
+    for policy, rate in rows.items():
+        cells = [f"{rates.share(rate):.1%}", _way(rate, recent, best)]
+        for kind, saved in enumerate(rate.saved):
+            least = recent.saved[kind].seconds if recent else 0.0
+            cells += [f"{saved.seconds:,.0f}", f"{saved.seconds / least:.2f}" if least else "-"]
+        cells += [f"{time_s:,.2f}" for time_s in rate.saved[0].ttft_s]
+        table.add_row(policy.rpartition(":")[2], *cells)
+    bound = rates.bounds[at]
+    seconds = [cell for saved in bound.seconds for cell in (f"{saved:,.0f}", "")]
+    table.add_row("bound", f"{bound.found_blocks / rates.blocks:.1%}", "", *seconds, "", "", style="dim")
+    return table
+
+
+def _way(rate: HitRate, recent: HitRate | None, best: HitRate | None) -> str:
+    """Return the share of the distance from least-recently-used eviction to the optimum."""
+    if recent is None or best is None or best.found_blocks == recent.found_blocks:
+        return "-"
+    return f"{(rate.found_blocks - recent.found_blocks) / (best.found_blocks - recent.found_blocks):.0%}"
 
 
 def tokens_text(tokens: int) -> str:
