@@ -85,7 +85,7 @@ impl Tick {
 /// ```
 /// use kvpool::cache::{BlockKey, BlockTokens, PolicyKind, Tick};
 /// let mut policy = PolicyKind::Adaptive.policy(1024, BlockTokens::of_page_size(16));
-/// let remembered = policy.record_publication(BlockKey::new(0x9e37_79b9_7f4a_7c15), Tick::new(0));
+/// let remembered = policy.record_publication(BlockKey::new(0x9e37_79b9_7f4a_7c15), 64, Tick::new(0));
 /// assert_eq!(remembered.uses, 0, "it is new");
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -204,11 +204,17 @@ pub trait Policy: fmt::Debug + Send {
         let _ = keys;
     }
 
-    /// Records that the block `key` was published, and returns what is remembered of an earlier stay. Pages
-    /// of which different things are remembered must be in different nodes.
-    fn record_publication(&mut self, key: BlockKey, now: Tick) -> Remembered {
-        let _ = (key, now);
+    /// Records that the block `key` was published, the last `tokens` tokens of it by this call, and returns
+    /// what is remembered of an earlier stay. Pages of which different things are remembered must be in
+    /// different nodes.
+    fn record_publication(&mut self, key: BlockKey, tokens: u32, now: Tick) -> Remembered {
+        let _ = (key, tokens, now);
         Remembered::default()
+    }
+
+    /// Records that `tokens` tokens were published that fill no block, or not yet.
+    fn record_fragment(&mut self, tokens: u32, now: Tick) {
+        let _ = (tokens, now);
     }
 
     /// Records that the block `key` was evicted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,6 +145,19 @@ def test_the_conversation_trace() -> None:
     assert [round(100 * rates.share(rate), 1) for rate in rates.rates] == [4.4, 17.5, 17.7, 36.5]
     assert rates.blocks == 288_500
     assert rates.repeated_blocks == 288_500 - 182_790
+
+
+@pytest.mark.parametrize("capacity", [15_625, 62_000, 128_125])
+def test_a_small_cache_learns_as_a_large_one_does(capacity: int) -> None:
+    """The conversation trace with 16 tokens in place of the 512 of a block, in a cache smaller by as much."""
+    if not CONVERSATION.exists():
+        pytest.skip(f"{CONVERSATION.name} is not beside the repository in shared/traces")
+    large = read_trace(CONVERSATION)
+    small = replace(large, block_size=16, input_lens=-(-large.input_lens // 32))
+    recent, learned = found(measure(small, ["lru", "adaptive"], [capacity]))
+    (learned_in_large,) = found(measure(large, ["adaptive"], [32 * capacity]))
+    assert learned > 1.1 * recent
+    assert learned == pytest.approx(learned_in_large, rel=0.1)
 
 
 def invoke(*arguments: str) -> tuple[int, str, str]:

@@ -10,7 +10,7 @@
 //!
 //! At the same time the policy estimates what least-recently-used eviction would have found ([`Recency`]).
 //! While the cache finds less than that, apart from a small allowance, and until the policy has learned
-//! enough, the least recently used leaf is evicted instead. So the cache finds at least about 0.98 of what
+//! enough, the least recently used leaf is evicted instead. So the cache finds at least about 0.97 of what
 //! least-recently-used eviction finds, for any sequence of requests.
 //!
 //! *Invariant.* All state follows from the calls: times are counted in tokens, and there are no random
@@ -108,17 +108,22 @@ impl Policy for Adaptive {
         keys.for_each(|key| self.ghosts.prefetch(key));
     }
 
-    fn record_publication(&mut self, key: BlockKey, now: Tick) -> Remembered {
-        let tokens = self.block_tokens;
+    fn record_publication(&mut self, key: BlockKey, tokens: u32, now: Tick) -> Remembered {
+        let block = self.block_tokens;
         let Some(ghost) = self.ghosts.take(key, now) else {
-            self.lifetimes.begin(class(1), tokens, now);
+            self.lifetimes.begin(class(1), block, now);
             self.recency.add(tokens, now);
             return Remembered::default();
         };
-        self.lifetimes.end(class(ghost.uses), self.ages.of(now.since(ghost.used)), tokens);
-        self.lifetimes.begin(class(ghost.uses.saturating_add(1)), tokens, now);
+        self.lifetimes.end(class(ghost.uses), self.ages.of(now.since(ghost.used)), block);
+        self.lifetimes.begin(class(ghost.uses.saturating_add(1)), block, now);
         self.recency.record_missed(ghost.used, tokens, now);
         Remembered { uses: ghost.uses }
+    }
+
+    fn record_fragment(&mut self, tokens: u32, now: Tick) {
+        // They take up room. Whether they come back is not known: no block has them.
+        self.recency.add(tokens, now);
     }
 
     fn record_eviction(&mut self, key: BlockKey, history: &History, now: Tick) {

@@ -172,8 +172,11 @@ impl Tree {
             for &(plain, hash, end) in &keyed {
                 segments.add(plain, segments.last(), hash);
                 if let Some(hash) = end {
-                    let remembered = self.queues.policy.record_publication(hash.key(), now);
+                    let published = narrow((plain + 1) * self.page_size);
+                    let remembered = self.queues.policy.record_publication(hash.key(), published, now);
                     segments.add(1, remembered, hash);
+                } else {
+                    self.queues.policy.record_fragment(narrow(plain * self.page_size), now);
                 }
             }
         }

@@ -17,7 +17,7 @@ use crate::cache::policy::Tick;
 const SPANS: usize = 256;
 
 /// The share of what least-recently-used eviction finds that may be lost while another order is tried.
-const ALLOWANCE: f64 = 0.01;
+const ALLOWANCE: f64 = 0.02;
 
 /// The counts of found tokens halve each time that this many times the capacity was looked up.
 const HALF_LIFE: f64 = 256.0;
