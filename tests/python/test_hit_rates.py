@@ -17,7 +17,7 @@ from kvpool.tools.policies import BELADY, POLICIES, SIMULATED_POLICIES
 from kvpool.tools.replay.hit_rates import HitRates, Job
 from kvpool.tools.replay.hit_rates import measure as measure_job
 from kvpool.tools.replay.prompts import Prompts
-from kvpool.tools.traces import Trace, read_trace, synthetic_trace
+from kvpool.tools.traces import AgentsSpec, Trace, agents_trace, read_trace, synthetic_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,6 +145,48 @@ def test_the_conversation_trace() -> None:
     assert [round(100 * rates.share(rate), 1) for rate in rates.rates] == [4.4, 17.5, 17.7, 36.5]
     assert rates.blocks == 288_500
     assert rates.repeated_blocks == 288_500 - 182_790
+
+
+def items(kind: str, count: int = 6_000) -> list[int]:
+    """Numbers of prompts that mislead a policy that learns."""
+    generator = np.random.default_rng(11)
+    result: list[int] = []
+    new = iter(range(1_000_000, 2_000_000))
+    stack, hot = [*range(1_000)], [*range(50)]
+    for at in range(count):
+        if kind == "phases":  # what was popular never comes back
+            result.append(1_000 * (at // 500) + min(int(generator.exponential(60)), 999))
+        elif kind == "loops":  # of 700 prompts, and prompts that come three times at once
+            result.append(at % 700 if at // 1_000 % 2 == 0 else 10_000 + at // 3)
+        elif kind == "dying":  # popular prompts are replaced, one by one
+            if generator.random() < 0.02:
+                hot[generator.integers(50)] = next(new)
+            result.append(hot[generator.integers(50)] if generator.random() < 0.7 else next(new))
+        elif kind == "recent":  # recency is best
+            back = min(int(generator.exponential(150)), len(stack) - 1)
+            stack.append(next(new) if generator.random() < 0.3 else stack.pop(-1 - back))
+            result.append(stack[-1])
+        else:  # half of the time none comes back
+            result.append(next(new) if at // 500 % 2 else int(generator.integers(400)))
+    return result
+
+
+@pytest.mark.parametrize("kind", ["phases", "loops", "dying", "recent", "alternating"])
+@pytest.mark.parametrize("prompts", [100, 400])
+def test_adaptive_finds_nearly_as_much_as_recency_where_it_is_misled(kind: str, prompts: int) -> None:
+    """Prompts have 8 blocks and a page of 16 tokens, which fills no block."""
+    trace = trace_of(*(range(50 * item, 50 * item + 33) for item in items(kind)), block_size=16)
+    recent, learned = found(measure(trace, ["lru", "adaptive"], [prompts * 33 * 16]))
+    assert learned > 0.97 * recent
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_adaptive_finds_nearly_as_much_as_recency_for_agents(seed: int) -> None:
+    spec = AgentsSpec(sessions=25, sessions_per_hour=600, tools_tokens=4_000, context=40_000, summary=1_000)
+    trace = agents_trace(spec, seed).head(2_000)
+    rates = found(measure(trace, ["lru", "adaptive"], [60_000, 150_000]))
+    for recent, learned in zip(rates[:2], rates[2:], strict=True):
+        assert learned > 0.97 * recent
 
 
 @pytest.mark.parametrize("capacity", [15_625, 62_000, 128_125])
