@@ -60,7 +60,6 @@ class _Cache:
                 children[parent] += 1
         if path and not children[path[-1]]:
             self._unlock(path[-1])
-        # A prompt that ends within others has made no leaf, but may have been the last that held one.
         return found
 
     def _evict(self, count: int, kept: set[int]) -> None:
