@@ -58,7 +58,7 @@ class PrefillFirst:
             request = json.loads(body)
         except ValueError:
             request = None  # vLLM says what is wrong with it
-        if isinstance(request, dict) and "kv_transfer_params" not in request:
+        if isinstance(request, dict) and "kv_transfer_params" not in request and _is_one(request):
             params = await self._prefill(scope, request)
             if params is not None:
                 body = json.dumps({**request, "kv_transfer_params": params}).encode()
@@ -91,6 +91,12 @@ class PrefillFirst:
                 problem = f"{type(error).__name__}: {error}"
             _logger.warning("%s has not computed a prompt: %s", server, problem)
         return None
+
+
+def _is_one(request: dict[str, Any]) -> bool:
+    """Return whether a request has one prompt: the parameters of an answer are those of the first."""
+    prompt = request.get("prompt")
+    return not isinstance(prompt, list) or all(isinstance(token, int) for token in prompt)
 
 
 async def _body(receive: Receive) -> bytes:

@@ -372,6 +372,63 @@ def test_a_lease_that_is_over_gives_the_blocks_back_and_nothing_is_read(made: li
     assert decode.scheduler.tokens_elsewhere(again, 0) == 0  # it is asked for once
 
 
+def test_what_a_request_keeps_ends_with_its_lease(made: list[Engine]) -> None:
+    """Of one that goes on, and waits after a preemption."""
+    engine = Engine("p", lease_s=0.1)
+    made.append(engine)
+    for is_preempted in (True, False):
+        going_on = request("one", [*range(39)], do_remote_decode=True)
+        engine.scheduler.add(going_on)
+        engine.alloc("one", 39)
+        engine.step(one=39)
+        assert engine.touched
+        if is_preempted:
+            going_on.num_preemptions += 1
+        else:
+            time.sleep(0.2)
+        engine.step()
+        assert not engine.touched
+        engine.finish(going_on, is_whole=False)
+        engine.step()
+        assert engine.is_idle()
+
+
+def test_less_may_be_read_than_there_is(made: list[Engine]) -> None:
+    prefill, decode = Engine("p"), Engine("d")
+    made += prefill, decode
+    prompt = [*range(15)]
+    params = computed(prefill, request("one", prompt, do_remote_decode=True))
+    assert params is not None
+    then = request("one", prompt, **params)
+    decode.scheduler.add(then)
+    assert decode.scheduler.tokens_elsewhere(then, 0) == 14
+    decode.alloc("one", 15)
+    decode.read(then, 8)
+    assert decode.has_read("one")
+    for group, size in enumerate(SIZES):
+        blocks = decode.owned["one"][group]
+        for at in range(len(blocks)):
+            expected = content(prompt, group, 0, at) if at * size < 8 else 0.0
+            assert (decode.layers["layer.0"][blocks[at]] == expected).all(), (group, at)
+
+
+@pytest.mark.parametrize("role", ["do_remote_decode", "do_remote_prefill"])
+def test_an_engine_does_what_its_role_is(
+    made: list[Engine], caplog: pytest.LogCaptureFixture, role: str
+) -> None:
+    prefill, other = Engine("p"), Engine("d")
+    made += prefill, other
+    params = computed(prefill, request("one", [1, 2, 3], do_remote_decode=True))
+    assert params is not None
+    forbids = {"may_lend": role != "do_remote_decode", "may_read": role != "do_remote_prefill"}
+    scheduler = TransferScheduler("d", SIZES, 30.0, **forbids)
+    asked = request("two", [1, 2, 3], **(params if role == "do_remote_prefill" else {role: True}))
+    scheduler.add(asked)
+    assert f"asks for {role}, and kv_role forbids it" in caplog.text
+    assert scheduler.tokens_elsewhere(asked, 0) == 0
+    assert scheduler.finished(asked, ([], []), is_whole=True) == (False, None)
+
+
 def test_a_lease_lasts_as_long_as_its_request_waits(made: list[Engine]) -> None:
     prefill, decode = Engine("p", lease_s=0.6), Engine("d", lease_s=0.6)
     made += prefill, decode
@@ -424,7 +481,7 @@ def test_blocks_that_are_not_there_any_more_are_not_read(made: list[Engine]) -> 
 def test_other_prompts_other_blocks_and_other_workers_are_refused(
     made: list[Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    prefill, decode, second = Engine("p"), Engine("d"), Engine("e", rank=1)
+    prefill, decode, second = Engine("p", lease_s=2.0), Engine("d"), Engine("e", rank=1)
     made += prefill, decode, second
     params = computed(prefill, request("one", [1, 2, 3], do_remote_decode=True))
     assert params is not None
@@ -444,7 +501,12 @@ def test_other_prompts_other_blocks_and_other_workers_are_refused(
     assert "groups of [1, 1] blocks" in caplog.text
     assert not loaded(second, request("far", [1, 2, 3], **params))
     assert "rank 1 is beyond the 1 of the other engine" in caplog.text
-    while prefill.kept:  # whoever has refused it has given it back
+    decode.finish(other)
+    decode.step()
+    prefill.step()
+    assert prefill.kept  # who refuses it does not give it back: it may be somebody else's
+    assert loaded(decode, request("one", [1, 2, 3], **params))
+    while prefill.kept:
         decode.step()
         prefill.step()
 
@@ -457,6 +519,8 @@ def test_other_prompts_other_blocks_and_other_workers_are_refused(
         {"kvpool": None},
         {"tokens": 0},
         {"tokens": "many"},
+        {"tokens": float("inf")},
+        {"groups": [[0, float("inf")]]},
         {"groups": [[0]]},
         {"groups": [[-1, 2]]},
         {"ticket": "?"},
@@ -552,7 +616,9 @@ def test_engines_that_cannot_be_a_part_are_refused(
     config: Any = SimpleNamespace(
         kv_transfer_config=transfer, parallel_config=SimpleNamespace(**{**dict.fromkeys(names, 1), **ways})
     )
-    caches: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=specs[spec])])
+    caches: Any = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=specs[spec])], has_mamba_layers=spec == "state"
+    )
     with pytest.raises(ConfigError, match=words):
         KvpoolTransferConnector(config, KVConnectorRole.SCHEDULER, caches)
     assert transfer.kv_load_failure_policy == "fail"

@@ -40,6 +40,9 @@ class LeaseKey(NamedTuple):
     def ticket(self, slots: Indices, lease_s: float) -> bytes:
         """Return the ticket of a lease of this key, for a process that has not made the lease itself.
 
+        It does not wait for work on a GPU, as `SlotLease.ticket` does: send it when the rows are written, for
+        example with the token that was computed from them.
+
         Args:
             slots: The slots of the lease, int32, in its order.
             lease_s: Seconds that are left of it.

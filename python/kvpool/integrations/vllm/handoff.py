@@ -83,7 +83,7 @@ class Handoff(NamedTuple):
                 b64decode(values["ticket"], validate=True),
                 tuple(b64decode(peer, validate=True) for peer in values["peers"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ArgumentError(f"kv_transfer_params have no whole hand-off: {error!r:.200}") from error
         if found.tokens < 1 or not found.peers or min(min(pair) for pair in [(0, 0), *groups]) < 0:
             raise ArgumentError(f"a hand-off of {found.tokens} tokens, {groups!r:.200}, cannot be")

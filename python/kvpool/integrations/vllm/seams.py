@@ -285,6 +285,7 @@ TRANSFER: Seams = {
         "set_xfer_handshake_metadata": "(self, metadata)",
         "bind_kv_cache_manager": "(self, kv_cache_manager)",
         "on_new_request": "(self, request)",
+        "get_loaded_kv_cache_group_ids": "(self, request)",
         "get_num_new_matched_tokens": "(self, request, num_computed_tokens)",
         "update_state_after_alloc": "(self, request, blocks, num_external_tokens)",
         "build_connector_meta": "(self, scheduler_output)",

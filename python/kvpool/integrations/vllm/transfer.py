@@ -31,13 +31,13 @@ from kvpool.remote import messages
 
 VLLM.require(TRANSFER)
 
+from vllm import __version__ as vllm_version  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorRole,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: E402
-from vllm.v1.kv_cache_interface import MambaSpec  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class KvpoolTransferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
                     f"KvpoolTransferConnector cannot move blocks of {size}-fold {way} parallelism"
                 )
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        if any(isinstance(spec, MambaSpec) for spec in specs):
+        if kv_cache_config.has_mamba_layers:
             raise ConfigError("KvpoolTransferConnector moves no recurrent states, and the model has some")
         transfer = vllm_config.kv_transfer_config
         settings = transfer.kv_connector_extra_config
@@ -103,7 +103,13 @@ class KvpoolTransferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         self.worker: TransferWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             transfer.kv_load_failure_policy = "recompute"
-            self.scheduler = TransferScheduler(transfer.engine_id, self._block_sizes, lease_s)
+            self.scheduler = TransferScheduler(
+                transfer.engine_id,
+                self._block_sizes,
+                lease_s,
+                may_lend=transfer.is_kv_producer,
+                may_read=transfer.is_kv_consumer,
+            )
             return
         rank = get_tensor_model_parallel_rank()
         options = {name: settings[name] for name in ("network", "patience_s") if name in settings}
@@ -120,8 +126,14 @@ class KvpoolTransferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make the endpoint over the engine's KV cache."""
         config, worker = self._vllm_config, self._worker()
+        model = config.model_config
         shape: dict[str, int | str] = {
-            "architecture": ", ".join(config.model_config.architectures),
+            "vLLM": vllm_version,
+            "model": str(model.model),
+            "revision": str(model.revision),
+            "quantization": str(model.quantization),
+            "dtype of the cache": str(config.cache_config.cache_dtype),
+            "drafts": str(config.speculative_config is not None),
             "layout": cache_layout(self._kv_cache_config).fingerprint,
             "tokens of a block": str(self._block_sizes),
             "tensor-parallel workers": config.parallel_config.tensor_parallel_size,
@@ -191,6 +203,11 @@ class KvpoolTransferConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[
         """Return how many tokens another engine has computed, and that they arrive between steps."""
         elsewhere = self._scheduler().tokens_elsewhere(request, num_computed_tokens)
         return elsewhere, elsewhere > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Return all groups: what is read are the request's own blocks."""
+        del request
+        return tuple(range(len(self._block_sizes)))
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

@@ -68,12 +68,14 @@ class _Arrival:
     Attributes:
         handoff: What that engine told of it.
         heard: When the other engine was last told that its lease is needed, in seconds of `time.monotonic`.
+        local: Tokens that were cached here when the others were asked for.
         fits: Whether the hand-off was found to belong to the request.
         begun: Whether its blocks were asked for, or given back. They are asked for once.
     """
 
     handoff: Handoff
     heard: float
+    local: int = 0
     fits: bool = False
     begun: bool = False
 
@@ -85,12 +87,23 @@ class TransferScheduler:
         engine_id: The name of this engine.
         block_sizes: Tokens of a block, by group of the KV cache.
         lease_s: Seconds of a lease.
+        may_lend: Whether the role of the engine is to compute prompts for others.
+        may_read: Whether its role is to read those of others.
     """
 
-    def __init__(self, engine_id: str, block_sizes: Sequence[int], lease_s: float) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        block_sizes: Sequence[int],
+        lease_s: float,
+        *,
+        may_lend: bool = True,
+        may_read: bool = True,
+    ) -> None:
         self.peers: tuple[bytes, ...] = ()
         self.manager: KVCacheManager | None = None
         self._engine_id, self._block_sizes, self._lease_s = engine_id, [*block_sizes], lease_s
+        self._may_lend, self._may_read = may_lend, may_read
         self._keys = LeaseKeys()
         self._prefills: dict[str, _Prefill] = {}
         self._arrivals: dict[str, _Arrival] = {}
@@ -100,6 +113,11 @@ class TransferScheduler:
     def add(self, request: Request) -> None:
         """Note a new request."""
         params = request.kv_transfer_params or {}
+        asked, role = ("do_remote_decode", self._may_lend), ("do_remote_prefill", self._may_read)
+        for what, may in (asked, role):
+            if params.get(what) and not may:
+                _logger.warning("request %s asks for %s, and kv_role forbids it", request.request_id, what)
+                return
         if params.get("do_remote_decode"):
             self._prefills[request.request_id] = _Prefill(request)
         elif params.get("do_remote_prefill"):
@@ -121,9 +139,11 @@ class TransferScheduler:
         why = None if arrival.fits else self._why_useless(request, arrival.handoff)
         arrival.fits = why is None
         if why is not None:
+            # The lease is not given back: it may be that of another request, which needs it.
             _logger.warning("request %s computes its prompt: %s", request.request_id, why)
-            self._load(request.request_id, arrival)
+            arrival.begun = True
             return 0
+        arrival.local = computed
         last = int(request.num_prompt_tokens) - 1
         return max(0, min(arrival.handoff.tokens, last) - computed)
 
@@ -144,12 +164,11 @@ class TransferScheduler:
         here: list[int] = []
         is_whole = True
         if elsewhere:
-            end = min(arrival.handoff.tokens, request.num_prompt_tokens - 1)
-            before = 0
+            begin, end, before = arrival.local, arrival.local + elsewhere, 0
             groups = zip(arrival.handoff.groups, blocks.get_block_ids(), self._block_sizes, strict=True)
             for (skipped, count), own, size in groups:
                 # A block 0 is behind the window of its group, and needs nothing.
-                wanted = [at for at in range((end - elsewhere) // size, -(-end // size)) if own[at]]
+                wanted = [at for at in range(begin // size, -(-end // size)) if own[at]]
                 is_whole = is_whole and all(at >= skipped for at in wanted)
                 there += [before + at - skipped for at in wanted]
                 here += [own[at] for at in wanted]
@@ -177,13 +196,14 @@ class TransferScheduler:
 
     def plan(self, output: SchedulerOutput) -> Plan:
         """Return what the workers do at this step."""
+        now = time.monotonic()
         for request_id, prefill in self._prefills.items():
+            request, lent = prefill.request, prefill.lent
+            if lent is not None and (lent.preemptions != request.num_preemptions or lent.until <= now):
+                self._end(request_id, prefill)
             scheduled = output.num_scheduled_tokens.get(request_id)
             if scheduled is None:
                 continue
-            request = prefill.request
-            if prefill.lent is not None and prefill.lent.preemptions != request.num_preemptions:
-                self._end(request_id, prefill)
             is_last = request.num_computed_tokens + scheduled >= request.num_prompt_tokens
             if is_last and prefill.lent is None:
                 prefill.lent = self._lend(request_id, request)
@@ -257,16 +277,19 @@ class TransferScheduler:
         """
         request_id = request.request_id
         arrival = self._arrivals.pop(request_id, None)
-        if arrival is not None and not arrival.begun:
+        if arrival is not None and not arrival.begun and self._why_useless(request, arrival.handoff) is None:
             self._load(request_id, arrival)
         prefill = self._prefills.pop(request_id, None)
-        if prefill is None or prefill.lent is None:
+        if prefill is None:
             return False, None
-        lent = prefill.lent
-        left = lent.until - time.monotonic()
-        digest = digest_of(request, request.num_prompt_tokens)
-        still = {block for group in blocks for block in group} | {block.block_id for block in lent.kept}
-        if not is_whole or left <= 0 or digest is None or not still.issuperset(lent.blocks.tolist()):
+        lent, digest = prefill.lent, digest_of(request, request.num_prompt_tokens)
+        left = 0.0 if lent is None else lent.until - time.monotonic()
+        if not is_whole or lent is None or left <= 0 or digest is None or not _has(blocks, lent):
+            if is_whole:
+                why = (
+                    "it has no tokens" if digest is None else "its blocks were not lent, or not until its end"
+                )
+                _logger.warning("request %s is not handed over: %s", request_id, why)
             self._end(request_id, prefill)
             return False, None
         self._plan.sent.append(request_id)
@@ -282,3 +305,9 @@ class TransferScheduler:
             lent = self._sent.pop(request_id, None)
             if lent is not None:
                 self._forget(lent)
+
+
+def _has(blocks: tuple[list[int], ...], lent: _Lent) -> bool:
+    """Return whether a request still has the blocks that were lent for it."""
+    still = {block for group in blocks for block in group} | {block.block_id for block in lent.kept}
+    return still.issuperset(lent.blocks.tolist())
