@@ -86,6 +86,8 @@ class PrefillFirst:
                     if answer.status == 200:  # noqa: PLR2004
                         params: dict[str, Any] | None = (await answer.json()).get("kv_transfer_params")
                         return params
+                    if answer.status < 500:  # noqa: PLR2004 - this server says what is wrong with it
+                        return None
                     problem = f"status {answer.status}"
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"

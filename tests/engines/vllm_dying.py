@@ -44,7 +44,9 @@ at(TransferScheduler, "add", "added", before=False, when=is_prefill)
 at(TransferScheduler, "plan", "computing", when=is_in_parts)
 at(TransferWorker, "_lend", "lent", before=False)
 at(TransferScheduler, "finished", "finished", before=False, when=is_prefill)
-at(TransferScheduler, "_load", "allocated", before=False)
+at(TransferScheduler, "allocated", "allocated", before=False, when=lambda self, request, *_: (
+    request.request_id in self._arrivals
+))  # fmt: skip
 at(Endpoint, "connect", "connecting")
 at(Endpoint, "connect", "connected", before=False)
 at(Reads, "begin", "reading", before=False)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvpool.remote import LeaseKey
 
-__all__ = ["EndpointMetadata", "Handoff", "Lend", "Load", "Plan", "Renewal", "digest_of"]
+__all__ = ["EndpointMetadata", "Handoff", "Lend", "Load", "Plan", "digest_of"]
 
 _KEY = "kvpool"
 """The name under which a hand-off stands in `kv_transfer_params`."""
@@ -122,37 +122,19 @@ class Lend(NamedTuple):
 
 
 class Load(NamedTuple):
-    """An order to read blocks, or to return the lease of a hand-off whose blocks are not needed.
+    """An order to read blocks for a request that waits for them.
 
     Attributes:
-        request_id: The request that gets them.
-        peers: As in its hand-off.
-        ticket: As in its hand-off.
-        there: Positions of the blocks to read among those of the ticket, int32.
+        request_id: The request.
+        handoff: Its hand-off.
+        there: Positions of the blocks among those of the ticket, int32.
         here: The blocks that they go to, int32, one for each.
-        is_awaited: Whether the request waits for them.
-        is_whole: Whether the hand-off has all blocks that the request needs. If not, none is read.
     """
 
     request_id: str
-    peers: tuple[bytes, ...]
-    ticket: bytes
+    handoff: Handoff
     there: npt.NDArray[np.int32]
     here: npt.NDArray[np.int32]
-    is_awaited: bool
-    is_whole: bool
-
-
-class Renewal(NamedTuple):
-    """An order to have a lease last longer, while the request that needs its blocks waits to be scheduled.
-
-    Attributes:
-        peers: As in its hand-off.
-        ticket: As in its hand-off.
-    """
-
-    peers: tuple[bytes, ...]
-    ticket: bytes
 
 
 @dataclass
@@ -164,14 +146,18 @@ class Plan(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
         lends: Blocks to lend, after that.
         sent: Requests that are over and keep their blocks as long as their leases last.
         loads: Blocks to read.
-        renewals: Leases that are needed longer.
+        lacking: Requests that wait for blocks which their hand-offs do not have.
+        returns: Hand-offs whose leases are not needed.
+        renewals: Hand-offs whose leases are needed longer, as their requests wait to be scheduled.
     """
 
     ends: list[str] = field(default_factory=list)
     lends: list[Lend] = field(default_factory=list)
     sent: list[str] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
-    renewals: list[Renewal] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
+    returns: list[Handoff] = field(default_factory=list)
+    renewals: list[Handoff] = field(default_factory=list)
 
 
 @dataclass

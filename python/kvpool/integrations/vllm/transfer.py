@@ -17,7 +17,6 @@ context parallelism. Recurrent states are not moved.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from kvpool._limits import check_seconds
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
     from kvpool.integrations.vllm.handoff import Plan
 
 __all__ = ["KvpoolTransferConnector"]
-
-_logger = logging.getLogger("kvpool")
 
 _WHOLE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 """How a request ends that was answered."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpool.errors import ArgumentError
-from kvpool.integrations.vllm.handoff import Handoff, Lend, Load, Plan, Renewal, digest_of
+from kvpool.integrations.vllm.handoff import Handoff, Lend, Load, Plan, digest_of
 from kvpool.remote import LeaseKey, LeaseKeys, TransferError
 
 if TYPE_CHECKING:
@@ -113,10 +113,10 @@ class TransferScheduler:
     def add(self, request: Request) -> None:
         """Note a new request."""
         params = request.kv_transfer_params or {}
-        asked, role = ("do_remote_decode", self._may_lend), ("do_remote_prefill", self._may_read)
-        for what, may in (asked, role):
-            if params.get(what) and not may:
-                _logger.warning("request %s asks for %s, and kv_role forbids it", request.request_id, what)
+        roles = {"do_remote_decode": self._may_lend, "do_remote_prefill": self._may_read}
+        for asked, may in roles.items():
+            if params.get(asked) and not may:
+                _logger.warning("request %s asks for %s, and kv_role forbids it", request.request_id, asked)
                 return
         if params.get("do_remote_decode"):
             self._prefills[request.request_id] = _Prefill(request)
@@ -160,39 +160,27 @@ class TransferScheduler:
         arrival = self._arrivals.get(request.request_id)
         if arrival is None or arrival.begun:
             return
+        arrival.begun = True
+        handoff, begin, end = arrival.handoff, arrival.local, arrival.local + elsewhere
         there: list[int] = []
         here: list[int] = []
-        is_whole = True
+        before, is_whole = 0, True
+        for (skipped, count), own, size in zip(
+            handoff.groups, blocks.get_block_ids(), self._block_sizes, strict=True
+        ):
+            # A block 0 is behind the window of its group, and needs nothing.
+            wanted = [at for at in range(begin // size, -(-end // size)) if own[at]]
+            is_whole = is_whole and all(at >= skipped for at in wanted)
+            there += [before + at - skipped for at in wanted]
+            here += [own[at] for at in wanted]
+            before += count
+        if elsewhere and is_whole:
+            load = Load(request.request_id, handoff, np.array(there, np.int32), np.array(here, np.int32))
+            self._plan.loads.append(load)
+            return
+        self._plan.returns.append(handoff)
         if elsewhere:
-            begin, end, before = arrival.local, arrival.local + elsewhere, 0
-            groups = zip(arrival.handoff.groups, blocks.get_block_ids(), self._block_sizes, strict=True)
-            for (skipped, count), own, size in groups:
-                # A block 0 is behind the window of its group, and needs nothing.
-                wanted = [at for at in range(begin // size, -(-end // size)) if own[at]]
-                is_whole = is_whole and all(at >= skipped for at in wanted)
-                there += [before + at - skipped for at in wanted]
-                here += [own[at] for at in wanted]
-                before += count
-        if not is_whole:
-            there, here = [], []
-        self._load(request.request_id, arrival, there, here, is_awaited=elsewhere > 0, is_whole=is_whole)
-
-    def _load(  # noqa: PLR0913 - those of a `Load`
-        self,
-        request_id: str,
-        arrival: _Arrival,
-        there: Sequence[int] = (),
-        here: Sequence[int] = (),
-        *,
-        is_awaited: bool = False,
-        is_whole: bool = True,
-    ) -> None:
-        arrival.begun = True
-        handoff = arrival.handoff
-        positions, blocks = np.array(there, np.int32), np.array(here, np.int32)
-        self._plan.loads.append(
-            Load(request_id, handoff.peers, handoff.ticket, positions, blocks, is_awaited, is_whole)
-        )
+            self._plan.lacking.append(request.request_id)
 
     def plan(self, output: SchedulerOutput) -> Plan:
         """Return what the workers do at this step."""
@@ -217,7 +205,7 @@ class TransferScheduler:
         for arrival in self._arrivals.values():
             if not arrival.begun and now - arrival.heard >= self._lease_s / RENEWALS:
                 arrival.heard = now
-                self._plan.renewals.append(Renewal(arrival.handoff.peers, arrival.handoff.ticket))
+                self._plan.renewals.append(arrival.handoff)
 
     def _lend(self, request_id: str, request: Request) -> _Lent | None:
         """Lend what the last token of a prompt attends to, and that token's block.
@@ -278,17 +266,15 @@ class TransferScheduler:
         request_id = request.request_id
         arrival = self._arrivals.pop(request_id, None)
         if arrival is not None and not arrival.begun and self._why_useless(request, arrival.handoff) is None:
-            self._load(request_id, arrival)
+            self._plan.returns.append(arrival.handoff)
         prefill = self._prefills.pop(request_id, None)
         if prefill is None:
             return False, None
         lent, digest = prefill.lent, digest_of(request, request.num_prompt_tokens)
         left = 0.0 if lent is None else lent.until - time.monotonic()
-        if not is_whole or lent is None or left <= 0 or digest is None or not _has(blocks, lent):
+        if lent is None or digest is None or left <= 0 or not is_whole or not _has(blocks, lent):
             if is_whole:
-                why = (
-                    "it has no tokens" if digest is None else "its blocks were not lent, or not until its end"
-                )
+                why = "its blocks were not lent until its end" if digest else "its prompt has no tokens"
                 _logger.warning("request %s is not handed over: %s", request_id, why)
             self._end(request_id, prefill)
             return False, None

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvpool.integrations.vllm.handoff import Lend, Load, Plan, Renewal
-    from kvpool.remote import Peer, SlotLease, Transfer
+    from kvpool.integrations.vllm.handoff import Handoff, Lend, Load, Plan
+    from kvpool.remote import Peer, RemoteSlots, SlotLease, Transfer
 
 _logger = logging.getLogger("kvpool")
 
@@ -107,8 +107,12 @@ class TransferWorker:
         self._sent.update(plan.sent)
         for load in plan.loads:
             self._load(load)
-        for renewal in plan.renewals:
-            self._renew(renewal)
+        for request_id in plan.lacking:
+            self._fail(request_id, TransferError("blocks of a window are needed that are gone"))
+        for handoff in plan.returns:
+            self._return(handoff)
+        for handoff in plan.renewals:
+            self._renew(handoff)
 
     def _lend(self, lend: Lend) -> None:
         try:
@@ -120,36 +124,34 @@ class TransferWorker:
 
     def _load(self, load: Load) -> None:
         try:
-            transfer = self._begin(load)
+            peer, lent = self._lent(load.handoff)
+            transfer = peer.read(lent._replace(slots=lent.slots[load.there]), load.here)
         except (KvPoolError, IndexError) as error:
-            if load.is_awaited:
-                self._fail(load.request_id, error)
-            return
-        if load.is_awaited and load.is_whole:
+            self._fail(load.request_id, error)
+        else:
             self._reading[load.request_id] = transfer
-            return
-        self._returning.append(transfer)
-        if load.is_awaited:
-            self._fail(load.request_id, TransferError("blocks of a window are needed that are gone"))
 
-    def _peer(self, peers: tuple[bytes, ...]) -> Peer:
-        """Return the worker of the same rank."""
-        if self._rank >= len(peers):
-            raise TransferError(f"rank {self._rank} is beyond the {len(peers)} of the other engine")
-        return self.endpoint.connect(peers[self._rank])
-
-    def _renew(self, renewal: Renewal) -> None:
+    def _return(self, handoff: Handoff) -> None:
+        """Give a lease back, by a read of no rows."""
         try:
-            peer = self._peer(renewal.peers)
-            peer.renew(peer.slots(renewal.ticket))
+            peer, lent = self._lent(handoff)
+            self._returning.append(peer.read(lent.since(len(lent.slots)), ()))
+        except (KvPoolError, IndexError) as error:
+            _logger.debug("a lease is not given back: %s", error)  # it ends by itself
+
+    def _renew(self, handoff: Handoff) -> None:
+        try:
+            peer, lent = self._lent(handoff)
+            peer.renew(lent)
         except (KvPoolError, IndexError) as error:
             _logger.debug("a lease is not renewed: %s", error)  # reading its blocks will tell
 
-    def _begin(self, load: Load) -> Transfer:
-        """Begin to read. Without rows that gives the lease back."""
-        peer = self._peer(load.peers)
-        lent = peer.slots(load.ticket)
-        return peer.read(lent._replace(slots=lent.slots[load.there]), load.here)
+    def _lent(self, handoff: Handoff) -> tuple[Peer, RemoteSlots]:
+        """Return the worker of the same rank, and the blocks that it has lent."""
+        if self._rank >= len(handoff.peers):
+            raise TransferError(f"rank {self._rank} is beyond the {len(handoff.peers)} of the other engine")
+        peer = self.endpoint.connect(handoff.peers[self._rank])
+        return peer, peer.slots(handoff.ticket)
 
     def _fail(self, request_id: str, why: Exception) -> None:
         _logger.warning("request %s computes its prompt: %s", request_id, why)

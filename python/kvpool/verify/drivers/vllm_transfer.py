@@ -79,7 +79,7 @@ class VllmTransferDriver(Driver):
         self._engines[self._here].free(self._blocks.pop(request.number))
 
     def move(self) -> None:
-        from kvpool.integrations.vllm.handoff import Lend, Load, Plan  # noqa: PLC0415 - of an engine
+        from kvpool.integrations.vllm.handoff import Handoff, Lend, Load, Plan  # noqa: PLC0415 - of an engine
         from kvpool.remote import LeaseKeys  # noqa: PLC0415
 
         there = 1 - self._here
@@ -92,8 +92,8 @@ class VllmTransferDriver(Driver):
             lent.sent.append(f"{number}")
             new = moved[number] = self._engines[there].alloc(self._requests[number])
             at = np.arange(len(old), dtype=np.int32)
-            ticket = key.ticket(old, _LEASE_S)
-            loads.loads.append(Load(f"{number}", peers, ticket, at, _flat(new), True, True))
+            handoff = Handoff(len(self._requests[number].tokens), "", (), key.ticket(old, _LEASE_S), peers)
+            loads.loads.append(Load(f"{number}", handoff, at, _flat(new)))
         self._workers[self._here].step(lent)
         self._workers[there].step(loads)
         arriving = {f"{number}" for number in moved}
