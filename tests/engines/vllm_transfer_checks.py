@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,9 @@ def behind_window(computed: int) -> int:
 class Engine:
     """An engine's blocks, with both halves of the connector. Two layers, whose rows all groups share."""
 
-    def __init__(self, name: str, rank: int = 0, lease_s: float = 30.0) -> None:
+    def __init__(self, name: str, rank: int = 0, lease_s: float = 30.0, ahead: int = 0) -> None:
+        # Plans that workers have not carried out: with asynchronous scheduling there is one.
+        self.ahead, self.plans = ahead, deque[tuple[Any, set[str]]]()
         self.layers = {f"layer.{at}": torch.zeros(BLOCKS, 8, 2) for at in range(2)}
         self.scheduler = TransferScheduler(name, SIZES, lease_s)
         self.worker = TransferWorker(name, rank)
@@ -103,9 +105,13 @@ class Engine:
     def step(self, **scheduled: int) -> None:
         """A step, with so many tokens of requests."""
         output: Any = SimpleNamespace(num_scheduled_tokens=scheduled)
-        self.worker.step(self.scheduler.plan(output))
-        results = self.worker.results(self.ended)
+        self.plans.append((self.scheduler.plan(output), self.ended))
         self.ended = set()
+        if len(self.plans) <= self.ahead:
+            return
+        plan, ended = self.plans.popleft()
+        self.worker.step(plan)
+        results = self.worker.results(ended)
         self.scheduler.returned(results.finished_sending)
         for name in results.finished_sending:
             self.give(self.kept.pop(name))
@@ -157,6 +163,8 @@ class Engine:
 
     def finish(self, of: Any, *, is_whole: bool = True) -> dict[str, Any] | None:  # noqa: ANN401
         """Ends a request; returns the parameters of its answer."""
+        for _ in range(self.ahead):
+            self.step()  # its last output is there when its last plan was carried out
         if of.request_id in self.owned:
             self.pass_window(of)
         blocks = self.owned.pop(of.request_id, ([], []))
@@ -290,7 +298,8 @@ def test_random_hand_offs_bring_their_blocks_and_leave_nothing(made: list[Engine
     seen: Counter[str] = Counter()
     for seed in range(40):
         dice = random.Random(seed)  # noqa: S311
-        prefill, decode = Engine(f"p{seed}"), Engine(f"d{seed}")
+        ahead = seed % 2
+        prefill, decode = Engine(f"p{seed}", ahead=ahead), Engine(f"d{seed}", ahead=ahead)
         made += prefill, decode
         running = [hand_offs(dice, prefill, decode, f"r{at}", seen) for at in range(8)]
         while running:
