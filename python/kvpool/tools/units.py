@@ -12,6 +12,7 @@ _BYTES = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for ending, base in (("b", 1000), ("ib", 1024))
 }
+_COUNTS = {"": 1, "k": 1_000, "m": 1_000_000}
 _BITS = {f"{letter}bit": 1000**power for power, letter in enumerate(("", "k", "m", "g", "t"))}
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -26,6 +27,11 @@ def parse_bytes(text: str) -> int:
     if found is None:
         raise ConfigError(f"{text!r} is not a size: give 80GiB (1024**3 bytes), 80GB (1000**3) or bytes")
     return int(found)
+
+
+def parse_count(text: str) -> Fraction | None:
+    """Parse a number such as 65536, 500K (1,000) or 8.2M (1,000,000); None if the text is something else."""
+    return _number(text, _COUNTS)
 
 
 def parse_bandwidth(text: str) -> float:

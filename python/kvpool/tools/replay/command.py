@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from kvpool.tools.options import Parser, at_least
 from kvpool.tools.output import fail, need, refuse, waiting
 from kvpool.tools.policies import COMPARED_POLICIES, POLICIES, SIMULATED_POLICIES, policy_named
 from kvpool.tools.replay.config import ReplayConfig
+from kvpool.tools.units import parse_count
 
 if TYPE_CHECKING:
     from kvpool.tools.replay.cost import PrefillCost
@@ -41,8 +41,6 @@ COMPARED_CAPACITIES = "500K,1M,2M,4.1M,8.2M"
 
 COMPARED_COSTS = "8B,70B"
 """The costs of --compare, if --cost is not given."""
-
-_UNITS = {"": 1, "k": 1_000, "m": 1_000_000}
 
 
 def make_parser() -> Parser:
@@ -210,8 +208,7 @@ def _capacities(text: str) -> list[int]:
     """Return the sizes in tokens: `500K,8.2M` is 500,000 and 8,200,000."""
     sizes = []
     for part in text.split(","):
-        match = re.fullmatch(r"([0-9]{1,10}(?:\.[0-9]{1,9})?)([kKmM]?)", part.strip())
-        size = round(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+        size = round(parse_count(part) or 0)
         if not 1 <= size < 1 << 31:
             refuse(f"--capacity: {part.strip()!r} is not a size in tokens such as 65536, 500K or 8.2M")
         sizes.append(size)

@@ -163,12 +163,15 @@ def measure(trace: Trace, job: Job, on_rate: Callable[[HitRate], None] = lambda 
     prompts, paths = Prompts(trace), trace.all_blocks()
     lens = np.array([len(path) for path in paths])
     clocks = [_Clock(cost, trace, lens) for cost in job.costs]
+    # What a block at each place of a prompt saves: a block, and seconds by each cost.
+    ends = trace.block_size * np.arange(lens.max() + 1)
+    saves = [np.ones(len(ends) - 1), *(np.diff(cost.seconds(ends)) for cost in job.costs)]
     rates = []
     for policy in job.policies:
         for capacity in job.capacities:
             begin = perf_counter()
             if policy in simulated:
-                setting = Setting(capacity // trace.block_size, trace, paths, _saved_s(job, trace, lens))
+                setting = Setting(capacity // trace.block_size, trace, paths, saves[1 if job.costs else 0])
                 found = simulate(simulated[policy](setting), setting)
             else:
                 found = _found(prompts, trace, policy, capacity, page_size)
@@ -186,7 +189,11 @@ def measure(trace: Trace, job: Job, on_rate: Callable[[HitRate], None] = lambda 
         rates=rates,
         costs=job.costs,
         prefill_s=tuple(clock.prefill_s for clock in clocks),
-        bounds=tuple(_bound(trace, job, paths, lens, capacity) for capacity in job.capacities if clocks),
+        bounds=tuple(
+            _bound(capacity, most_saved(paths, capacity // trace.block_size, saves))
+            for capacity in job.capacities
+            if clocks
+        ),
     )
 
 
@@ -212,21 +219,9 @@ class _Clock:
         return Saved(self._cost.name, float(saved_s.sum()), (median, p99))
 
 
-def _saved_s(job: Job, trace: Trace, lens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the seconds, or the blocks without a cost, that a block at each place of a prompt saves."""
-    places = np.arange(lens.max() + 1)
-    if not job.costs:
-        return np.ones(len(places) - 1)
-    return np.diff(job.costs[0].seconds(places * trace.block_size))
-
-
-def _bound(
-    trace: Trace, job: Job, paths: Sequence[NDArray[np.int64]], lens: NDArray[np.int64], capacity: int
-) -> Bound:
-    places = np.arange(lens.max() + 1)
-    seconds = [np.diff(cost.seconds(places * trace.block_size)) for cost in job.costs]
-    blocks, *saved = most_saved(paths, capacity // trace.block_size, [np.ones(len(places) - 1), *seconds])
-    return Bound(capacity, blocks, tuple(saved))
+def _bound(capacity: int, most: Sequence[float]) -> Bound:
+    blocks, *seconds = most
+    return Bound(capacity, blocks, tuple(seconds))
 
 
 def _simulated(name: str) -> Callable[[Setting], Eviction]:

@@ -6,7 +6,6 @@ The numbers are those of TraceLab (arXiv:2606.30560, https://github.com/uw-syfi/
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 from kvpool.errors import ConfigError
 from kvpool.tools.traces.contexts import Context
 from kvpool.tools.traces.trace import Trace
+from kvpool.tools.units import parse_count
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -145,12 +145,11 @@ def parse_agents(text: str) -> AgentsSpec:
             known = ", ".join(is_whole)
             problem = "is given twice" if name in changes else f"is none of {PRESET} and {known}"
             raise ConfigError(f"agents: {name!r} {problem}")
-        found = re.fullmatch(r"([0-9]{1,10}(?:\.[0-9]{1,9})?)([kKmM]?)", value)
-        number = float(found[1]) * {"": 1, "k": 1_000, "m": 1_000_000}[found[2].lower()] if found else -1.0
-        if found is None or (is_whole[name] and number != int(number)):
+        number = parse_count(value)
+        if number is None or (is_whole[name] and number.denominator > 1):
             kind = "a whole number" if is_whole[name] else "a number"
             raise ConfigError(f"agents: {name} must be {kind} such as 50 or 256K, not {value!r}")
-        changes[name] = int(number) if is_whole[name] else number
+        changes[name] = int(number) if is_whole[name] else float(number)
     return replace(AgentsSpec(), **changes)
 
 
