@@ -77,7 +77,7 @@ fn count_path(counts: &mut [u32], change: i32) {
 /// the longest of them.
 fn parted() -> (Tree, Vec<i32>) {
     let (name, policy) =
-        (Namespace::Unnamed, PolicyKind::Adaptive.policy(1 << 20, BlockTokens::of_page_size(1)));
+        (Namespace::Unnamed, PolicyKind::Adaptive.policy(1 << 20, BlockTokens::of_page_size(1), None));
     let mut tree = Tree::new(1, ResumeAt::AnyPage, policy);
     let prompt: Vec<i32> = (0..64 * DEPTH).map(u32::cast_signed).collect();
     let mut pages = (1..).map(Page::new);

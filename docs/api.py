@@ -59,7 +59,18 @@ PAGES = (
     Page(
         "cached-prefixes",
         "The prefix cache",
-        ("PrefixCache", "Lease", "Load", "Fetch", "Published", "Segment", "Stored", "Removed", "Cleared"),
+        (
+            "PrefixCache",
+            "PrefillCost",
+            "Lease",
+            "Load",
+            "Fetch",
+            "Published",
+            "Segment",
+            "Stored",
+            "Removed",
+            "Cleared",
+        ),
     ),
     Page(
         "cached-units",

@@ -75,6 +75,7 @@ from kvpool.errors import (
     WorkspaceExhaustedError,
 )
 from kvpool.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
+from kvpool.prefill_cost import PrefillCost
 from kvpool.store import Store
 from kvpool.workspace import Workspace
 
@@ -126,6 +127,7 @@ __all__ = [
     "PagePool",
     "Plane",
     "Pool",
+    "PrefillCost",
     "PrefixCache",
     "Published",
     "Removed",

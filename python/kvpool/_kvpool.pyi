@@ -12,6 +12,7 @@ import torch
 from typing_extensions import Self, disjoint_base
 
 from kvpool.observe.leaks import ExpectBalanced, Leak
+from kvpool.prefill_cost import PrefillCost
 from kvpool.store import Store
 from kvpool.typing import (
     ArenaPrefixStats,
@@ -2511,6 +2512,9 @@ class PrefixCache(Pool):
             prefix is then found only up to a snapshot of the state at its end.
         policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
             prefixes are evicted, never pages that other cached prefixes continue.
+        cost: The seconds that a prefill takes: the adaptive policy then keeps what saves most seconds, else what
+            saves most tokens. It does not count with a tier below: what is loaded takes as long at any position.
+            Other policies do not use it.
         tiers: The tiers below the device: nothing, a `HostTier` for this cache alone, or that and a store: a `FileStore`
             or another `Store`. `Lease.load` loads evicted pages from the first, `fetch` copies pages from the
             second to the first.
@@ -2535,6 +2539,7 @@ class PrefixCache(Pool):
         *,
         states: GDNPool | None = None,
         policy: Policy = "adaptive",
+        cost: PrefillCost | None = None,
         tiers: Sequence[HostTier | FileStore | Store] = (),
         model: str | None = None,
         max_pinned: float = 0.5,
@@ -2927,6 +2932,15 @@ class Segment:
     @property
     def idle_tokens(self) -> int | None:
         """The age of evicted pages: the tokens looked up between their last use and their eviction. `None` for others."""
+    @property
+    def worth(self) -> float | None:
+        """What the adaptive policy expected of the evicted pages: the uses of a token while as many tokens are
+        looked up as the cache has; with a `cost`, times the seconds that a use saves. `None` if it evicted the
+        least recently used pages, and for other policies and segments.
+        """
+    @property
+    def least_kept_worth(self) -> float | None:
+        """The least `worth` of pages of another class, position or age that the cache kept; infinite if there were none."""
     @property
     def namespace(self) -> Namespace:
         """The other namespace that has the segment."""
@@ -3371,6 +3385,9 @@ class ArenaPrefixCache(Pool):
     Args:
         arena: The arena of the units.
         policy: The order in which ends of prefixes are evicted: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
+        cost: The seconds that a prefill takes: the adaptive policy then keeps what saves most seconds, else what
+            saves most tokens. With tiers below it counts in the last one, above a store: what is loaded takes as
+            long at any position. Other policies do not use it.
         tiers: The tiers below the device: nothing, an `ArenaHostTier` for this cache alone, or that and a store: a `FileStore`
             or another `Store`. What is published is copied to the first and from there to the second; `ArenaLease.load`
             loads what was evicted meanwhile from the first, `fetch` copies units from the second to the first.
@@ -3392,6 +3409,7 @@ class ArenaPrefixCache(Pool):
         arena: CacheArena,
         *,
         policy: Policy = "adaptive",
+        cost: PrefillCost | None = None,
         tiers: Sequence[ArenaHostTier | FileStore | Store] = (),
         model: str | None = None,
         events: bool = False,

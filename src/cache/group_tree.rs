@@ -31,7 +31,7 @@ use crate::base::{Id, KeyMap, Page, Result, StateSlot, widen};
 use crate::layout::{CacheLayout, Group, GroupKind, PrefixUnits};
 
 use super::tree::{Hold, ResumeAt, Tree, TreePosition, TreeStats};
-use super::{BlockTokens, CacheEvent, Cause, Namespace, PolicyKind, Tokens};
+use super::{BlockTokens, CacheEvent, Cause, Namespace, PolicyKind, PrefillCost, Tokens};
 use blocks::Blocks;
 use events::UnitEvents;
 
@@ -116,7 +116,7 @@ struct End {
 ///     Group::new("window", GroupKind::Window { tokens: 3, sinks: 0 }, &[1], k()).unwrap(),
 /// ]).unwrap();
 /// let numbers = [UnitNumbers { of_unit: 1, of_slab: 4 }; 2];
-/// let mut tree = GroupTree::new(&layout, &numbers, PolicyKind::Lru, 1024, None);
+/// let mut tree = GroupTree::new(&layout, &numbers, PolicyKind::Lru, None, 1024, None);
 /// let prompt: &[i32] = &[5, 6, 7, 8, 9];
 /// let mut hold: GroupHold = tree.match_prefix(&Namespace::Unnamed, &prompt, 5).unwrap();
 /// // The first page is behind the window.
@@ -165,18 +165,19 @@ impl fmt::Debug for GroupTree {
 
 impl GroupTree {
     /// Creates an empty tree for the groups of a layout, whose units have these `numbers`. `capacity` is the number of
-    /// tokens that the policy expects to be kept. With `events`, the tree keeps a journal.
+    /// tokens that the policy expects to be kept, and `cost` what they are worth by their positions. With `events`, the tree keeps a journal.
     #[must_use]
     pub fn new(
         layout: &CacheLayout,
         numbers: &[UnitNumbers],
         policy: PolicyKind,
+        cost: Option<PrefillCost>,
         capacity: u64,
         events: Option<JournalOf>,
     ) -> Self {
         let page_size = layout.page_size();
         let page_tokens = u32::try_from(page_size).expect("units of a page have indices in int32");
-        let policy = policy.policy(capacity, BlockTokens::of_page_size(page_tokens));
+        let policy = policy.policy(capacity, BlockTokens::of_page_size(page_tokens), cost);
         let tree = Tree::new(page_size, ResumeAt::AnyPage, policy);
         let groups = layout.groups().to_vec();
         let has_states = groups.iter().any(is_state);

@@ -51,7 +51,7 @@ pub struct EventGroup {
 ///     [parts.concat().iter().fold(0, mix).to_le_bytes(); 4].concat().try_into().unwrap()
 /// }
 /// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8]);
-/// let mut tree = Tree::new(2, ResumeAt::AnyPage, PolicyKind::Lru.policy(1024, BlockTokens::of_page_size(2)));
+/// let mut tree = Tree::new(2, ResumeAt::AnyPage, PolicyKind::Lru.policy(1024, BlockTokens::of_page_size(2), None));
 /// tree.keep_journal(digest);
 /// let mut hold = tree.match_prefix(&name, &prompt, 4).unwrap();
 /// let found = tree.find(&hold, &prompt).unwrap();

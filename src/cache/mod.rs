@@ -10,6 +10,7 @@
 //! | the same for the units of several groups of a layout | [`GroupTree`], [`GroupHold`] |
 //! | names of nodes, for trees of engines | [`NodeHandle`] |
 //! | the order of eviction | [`Policy`], one small type each |
+//! | what a token is worth by its position | [`PrefillCost`] |
 //! | token ids of a caller, compared in place | [`Tokens`] |
 //! | users whose prefixes stay apart | [`Namespace`] |
 //! | the reasons for a miss | [`Tree::explain`], [`Segment`] |
@@ -25,6 +26,7 @@ mod keys;
 mod namespace;
 mod node_arena;
 mod policy;
+mod prefill_cost;
 mod rare_cases;
 mod recency_list;
 mod residency;
@@ -42,7 +44,8 @@ pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
 pub(crate) use node_arena::NodeArena;
 pub use node_arena::NodeHandle;
-pub use policy::{BlockKey, BlockTokens, History, NodeId, Policy, PolicyKind, Remembered, Tick};
+pub use policy::{BlockKey, BlockTokens, History, NodeId, Policy, PolicyKind, Remembered, Tick, Worth};
+pub use prefill_cost::PrefillCost;
 pub(crate) use rare_cases::fingerprint_mask;
 #[doc(hidden)]
 pub use rare_cases::set_rare_cases_frequent;

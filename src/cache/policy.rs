@@ -23,7 +23,9 @@ mod queue;
 mod ranked;
 
 use std::fmt;
+use std::ops::Range;
 
+use super::PrefillCost;
 use crate::base::{Error, Id, Result};
 
 /// The number of a node of the tree. The number of a removed node may be used again.
@@ -84,7 +86,7 @@ impl Tick {
 ///
 /// ```
 /// use kvpool::cache::{BlockKey, BlockTokens, PolicyKind, Tick};
-/// let mut policy = PolicyKind::Adaptive.policy(1024, BlockTokens::of_page_size(16));
+/// let mut policy = PolicyKind::Adaptive.policy(1024, BlockTokens::of_page_size(16), None);
 /// let remembered = policy.record_publication(BlockKey::new(0x9e37_79b9_7f4a_7c15), 64, Tick::new(0));
 /// assert_eq!(remembered.uses, 0, "it is new");
 /// ```
@@ -128,6 +130,18 @@ impl History {
     }
 }
 
+/// What a policy expected of the leaf that it chose last, and of the others.
+///
+/// Both are the uses that it expected of a token while as many tokens are looked up as the cache has; with a
+/// [`PrefillCost`], times the seconds that a use saves.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Worth {
+    /// That of the victim.
+    pub victim: f64,
+    /// The least of the leaves of another class, position or age; infinite if there was none.
+    pub least_kept: f64,
+}
+
 /// A policy's record of evicted pages; empty by default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Remembered {
@@ -138,13 +152,14 @@ pub struct Remembered {
 /// Decides which leaf is evicted next.
 ///
 /// ```
+/// use std::ops::Range;
 /// use kvpool::base::{Id, Page};
 /// use kvpool::cache::{History, Namespace, NodeId, Policy, Remembered, ResumeAt, Tick, Tree};
 /// /// Evicts the leaf that became evictable last.
 /// #[derive(Debug, Default)]
 /// struct Newest(Vec<NodeId>);
 /// impl Policy for Newest {
-///     fn insert(&mut self, leaf: NodeId, _history: &History, _now: Tick) {
+///     fn insert(&mut self, leaf: NodeId, _positions: Range<u32>, _history: &History, _now: Tick) {
 ///         self.0.push(leaf);
 ///     }
 ///     fn remove(&mut self, leaf: NodeId) {
@@ -173,8 +188,9 @@ pub struct Remembered {
 /// assert_eq!(History::of_new(Remembered { uses: 3 }, Tick::new(0)).uses, 4);
 /// ```
 pub trait Policy: fmt::Debug + Send {
-    /// Adds a leaf that has become evictable. Its history does not change until it is removed.
-    fn insert(&mut self, leaf: NodeId, history: &History, now: Tick);
+    /// Adds a leaf that has become evictable, whose tokens are at these positions. Its history does not change
+    /// until it is removed; tokens at its end may be evicted.
+    fn insert(&mut self, leaf: NodeId, positions: Range<u32>, history: &History, now: Tick);
 
     /// Removes a leaf that was inserted, because it is locked again, has a child now, or was evicted.
     fn remove(&mut self, leaf: NodeId);
@@ -187,6 +203,11 @@ pub trait Policy: fmt::Debug + Send {
     /// since. The tree prefetches the leaf; nothing else depends on the guess.
     fn guess_after(&self, leaf: NodeId) -> Option<NodeId> {
         let _ = leaf;
+        None
+    }
+
+    /// Returns what the last [`Policy::victim`] was worth, if it was chosen by that.
+    fn worth(&self) -> Option<Worth> {
         None
     }
 
@@ -254,10 +275,11 @@ impl BlockTokens {
 /// use kvpool::base::Id;
 /// use kvpool::cache::{BlockTokens, History, NodeId, PolicyKind, Tick};
 ///
-/// let mut policy = PolicyKind::parse("lru").unwrap().policy(1024, BlockTokens::of_page_size(16));
+/// let block = BlockTokens::of_page_size(16);
+/// let mut policy = PolicyKind::parse("lru").unwrap().policy(1024, block, None);
 /// for node in [7, 8] {
 ///     let now = Tick::new(u64::from(node));
-///     policy.insert(NodeId::new(node), &History { used: now, ..History::default() }, now);
+///     policy.insert(NodeId::new(node), 0..16, &History { used: now, ..History::default() }, now);
 /// }
 /// assert_eq!(policy.victim(Tick::new(9)), Some(NodeId::new(7)));
 /// ```
@@ -307,16 +329,22 @@ impl PolicyKind {
         })
     }
 
-    /// Creates a policy of this kind for a cache of `capacity` tokens.
+    /// Creates a policy of this kind for a cache of `capacity` tokens. With a `cost`, the adaptive policy
+    /// counts seconds; without one, and by any other policy, a token is worth the same wherever it is.
     #[must_use]
-    pub fn policy(self, capacity: u64, block_tokens: BlockTokens) -> Box<dyn Policy> {
+    pub fn policy(
+        self,
+        capacity: u64,
+        block_tokens: BlockTokens,
+        cost: Option<PrefillCost>,
+    ) -> Box<dyn Policy> {
         match self {
             Self::Lru => Box::new(ranked::Ranked::new(ranked::Lru)),
             Self::Fifo => Box::new(ranked::Ranked::new(ranked::Fifo)),
             Self::Lfu => Box::new(ranked::Ranked::new(ranked::Lfu)),
             Self::Slru => Box::new(ranked::Ranked::new(ranked::Slru)),
             Self::Priority => Box::new(ranked::Ranked::new(ranked::Priority)),
-            Self::Adaptive => Box::new(adaptive::Adaptive::new(capacity, block_tokens)),
+            Self::Adaptive => Box::new(adaptive::Adaptive::new(capacity, block_tokens, cost)),
         }
     }
 }

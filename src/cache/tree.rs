@@ -175,7 +175,7 @@ pub struct TreeStats {
 /// use kvpool::base::{Id, Page};
 /// use kvpool::cache::{BlockTokens, Evicted, FoundPrefix, Hold, Namespace, PolicyKind, ResumeAt, Tree, TreeStats};
 /// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8, 9]);
-/// let policy = PolicyKind::Lru.policy(1024, BlockTokens::of_page_size(2));
+/// let policy = PolicyKind::Lru.policy(1024, BlockTokens::of_page_size(2), None);
 /// let mut tree = Tree::new(2, ResumeAt::AnyPage, policy);
 /// let mut hold: Hold = tree.match_prefix(&name, &prompt, 5).unwrap();
 /// let found: FoundPrefix = tree.find(&hold, &prompt).unwrap();

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use crate::base::{Device, Error, ErrorKind, Result, Slot};
 use crate::base::{Id, check_memory};
 use crate::cache::{
-    CacheEvent, CachedPage, Digest, GroupExplanation, Namespace, PolicyKind, Tokens, TreeStats,
+    CacheEvent, CachedPage, Digest, GroupExplanation, Namespace, PolicyKind, PrefillCost, Tokens, TreeStats,
 };
 
 use super::contract::{Pool, Stats};
@@ -29,6 +29,8 @@ pub use store_link::ArenaFetch;
 pub struct ArenaPrefixCacheConfig {
     /// The policy by which leaves are evicted.
     pub policy: PolicyKind,
+    /// What a token is worth by its position, in the last tier before a store. Without it, all are worth the same.
+    pub cost: Option<PrefillCost>,
     /// Hashes the keys of pages for [`ArenaPrefixCache::take_events`]; without it there are no events.
     pub events: Option<Digest>,
 }
@@ -63,7 +65,7 @@ pub struct ArenaPrefixCacheConfig {
 /// }
 /// let tier = Arc::new(ArenaHostTier::new(&config, &arena, &host).unwrap());
 /// let below = ArenaLowerTier { host: tier, digest, store: None };
-/// let config = ArenaPrefixCacheConfig { policy: PolicyKind::Lru, events: None };
+/// let config = ArenaPrefixCacheConfig { policy: PolicyKind::Lru, cost: None, events: None };
 /// let cache = ArenaPrefixCache::with_tier(config, arena, Some(below)).unwrap();
 /// let prompt: &[i32] = &[5, 6, 7, 8];
 /// let lease = cache.match_prefix(&Namespace::Unnamed, &prompt, 4).unwrap();
@@ -145,7 +147,7 @@ pub struct CachedUnits {
 /// };
 /// let host: Arc<dyn Backend> = Arc::new(Host);
 /// let arena = Arc::new(CacheArena::new(&config, &host).unwrap());
-/// let config = ArenaPrefixCacheConfig { policy: PolicyKind::Lru, events: None };
+/// let config = ArenaPrefixCacheConfig { policy: PolicyKind::Lru, cost: None, events: None };
 /// let cache = ArenaPrefixCache::new(config, Arc::clone(&arena)).unwrap();
 ///
 /// let prompt: &[i32] = &[5, 6, 7, 8, 9];

@@ -77,7 +77,7 @@ pub struct CachedSizes {
 /// let config = AllocatorConfig { page_size: 2, ..AllocatorConfig::new(8) };
 /// let allocator = Arc::new(TokenToKvPoolAllocator::new(&config, &host).unwrap());
 /// let config = PrefixCacheConfig {
-///     policy: PolicyKind::Adaptive, max_pinned: 0.5, name: "cache".into(), events: None,
+///     policy: PolicyKind::Adaptive, cost: None, max_pinned: 0.5, name: "cache".into(), events: None,
 /// };
 /// let cache = PrefixCache::new(config, Arc::clone(&allocator), None, None).unwrap();
 /// let prompt: &[i32] = &[5, 6, 7, 8, 9];

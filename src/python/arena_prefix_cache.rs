@@ -57,6 +57,9 @@ use super::wait_polling;
 /// Args:
 ///     arena: The arena of the units.
 ///     policy: The order in which ends of prefixes are evicted: "adaptive", "lru", "fifo", "lfu", "slru" or "priority".
+///     cost: The seconds that a prefill takes: the adaptive policy then keeps what saves most seconds, else what
+///         saves most tokens. With tiers below it counts in the last one, above a store: what is loaded takes as
+///         long at any position. Other policies do not use it.
 ///     tiers: The tiers below the device: nothing, an `ArenaHostTier` for this cache alone, or that and a store: a `FileStore`
 ///         or another `Store`. What is published is copied to the first and from there to the second; `ArenaLease.load`
 ///         loads what was evicted meanwhile from the first, `fetch` copies units from the second to the first.
@@ -102,20 +105,24 @@ impl PoolClass for ArenaPrefixCache {
 #[pymethods]
 impl ArenaPrefixCache {
     #[new]
-    #[pyo3(signature = (arena, *, policy="adaptive", tiers=Vec::new(), model=None, events=false, name=None),
-           text_signature = "(arena, *, policy=\"adaptive\", tiers=(), model=None, events=False, name=None)")]
+    #[pyo3(signature = (arena, *, policy="adaptive", cost=None, tiers=Vec::new(), model=None, events=false, name=None),
+           text_signature = "(arena, *, policy=\"adaptive\", cost=None, tiers=(), model=None, events=False, name=None)")]
     fn new(
         py: Python<'_>,
         arena: Py<CacheArena>,
         policy: &str,
+        cost: Option<Bound<'_, PyAny>>,
         tiers: Vec<Bound<'_, PyAny>>,
         model: Option<String>,
         events: bool,
         name: Option<String>,
     ) -> PyResult<PyClassInitializer<Self>> {
         let name = name.map_or_else(|| PoolName::next("ArenaPrefixCache"), PoolName::from);
-        let config =
-            ArenaPrefixCacheConfig { policy: PolicyKind::parse(policy)?, events: events.then_some(digest) };
+        let config = ArenaPrefixCacheConfig {
+            policy: PolicyKind::parse(policy)?,
+            cost: cost.map(|cost| args::prefill_cost(&cost)).transpose()?,
+            events: events.then_some(digest),
+        };
         let pool = Arc::clone(&arena.get().pool);
         let below = lower_tier(&tiers, model.as_deref())?;
         let tiers = tiers.into_iter().map(Bound::unbind).collect();

@@ -14,7 +14,7 @@ use pyo3::types::{PyByteArray, PyBytes, PyInt, PyList, PyRange, PySequence, PyTu
 use crate::base::{
     DType, Device, Dims, Error, IndexDType, IndexVec, MAX_NDIM, try_collect, try_push, try_with_capacity,
 };
-use crate::cache::PageHash;
+use crate::cache::{PageHash, PrefillCost};
 use crate::kernels::{Indices, check_ints, not_indices_error, read_indices};
 use crate::memory::{BorrowedTensor, HostRows, Keep, Stream};
 use crate::pool::{TensorOrigin, Writes, values_now};
@@ -842,5 +842,14 @@ fn dtype_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
         object.py().import("numpy")?.call_method1("dtype", (object,))?.getattr("name")?.extract()
     } else {
         Err(PyTypeError::new_err(format!("dtype must be a dtype or its name, not {}", kind_of(object))))
+    }
+}
+
+/// Converts the argument `cost`, a `PrefillCost`.
+pub(super) fn prefill_cost(cost: &Bound<'_, PyAny>) -> PyResult<PrefillCost> {
+    let part = |name: &str| cost.getattr_opt(name)?.map(|value| value.extract::<f64>()).transpose();
+    match (part("per_token_s")?, part("per_pair_s")?) {
+        (Some(per_token_s), Some(per_pair_s)) => Ok(PrefillCost::new(per_token_s, per_pair_s)?),
+        _ => Err(PyTypeError::new_err(format!("cost must be a PrefillCost, not {}", kind_of(cost)))),
     }
 }

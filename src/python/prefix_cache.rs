@@ -62,6 +62,9 @@ pub(super) use lease::{Lease, Published};
 ///         prefix is then found only up to a snapshot of the state at its end.
 ///     policy: The order of eviction: "adaptive", "lru", "fifo", "lfu", "slru" or "priority". Only the ends of
 ///         prefixes are evicted, never pages that other cached prefixes continue.
+///     cost: The seconds that a prefill takes: the adaptive policy then keeps what saves most seconds, else what
+///         saves most tokens. It does not count with a tier below: what is loaded takes as long at any position.
+///         Other policies do not use it.
 ///     tiers: The tiers below the device: nothing, a `HostTier` for this cache alone, or that and a store: a `FileStore`
 ///         or another `Store`. `Lease.load` loads evicted pages from the first, `fetch` copies pages from the
 ///         second to the first.
@@ -156,9 +159,9 @@ impl PrefixCache {
 #[pymethods]
 impl PrefixCache {
     #[new]
-    #[pyo3(signature = (allocator, *, states=None, policy="adaptive", tiers=Vec::new(), model=None, max_pinned=0.5,
+    #[pyo3(signature = (allocator, *, states=None, policy="adaptive", cost=None, tiers=Vec::new(), model=None, max_pinned=0.5,
                         events=false, name=None),
-           text_signature = "(allocator, *, states=None, policy=\"adaptive\", tiers=(), model=None, \
+           text_signature = "(allocator, *, states=None, policy=\"adaptive\", cost=None, tiers=(), model=None, \
                              max_pinned=0.5, events=False, name=None)")]
     #[expect(clippy::too_many_arguments, reason = "the parameters of Python")]
     fn new(
@@ -166,6 +169,7 @@ impl PrefixCache {
         allocator: Py<TokenToKvPoolAllocator>,
         states: Option<Py<GdnPool>>,
         policy: &str,
+        cost: Option<Bound<'_, PyAny>>,
         tiers: Vec<Bound<'_, PyAny>>,
         model: Option<String>,
         max_pinned: f64,
@@ -175,6 +179,7 @@ impl PrefixCache {
         let name = name.map_or_else(|| PoolName::next("PrefixCache"), PoolName::from);
         let config = PrefixCacheConfig {
             policy: PolicyKind::parse(policy)?,
+            cost: cost.map(|cost| args::prefill_cost(&cost)).transpose()?,
             max_pinned,
             name: name.to_string(),
             events: events.then_some(digest),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use crate::cache::{CacheEvent, EventGroup, Namespace, PageHash, Segment as Part, SegmentState, Tier};
+use crate::cache::{CacheEvent, EventGroup, Namespace, PageHash, Segment as Part, SegmentState, Tier, Worth};
 use crate::layout::GroupKind;
 
 use super::page_keys::namespace_to_py;
@@ -14,6 +14,15 @@ use super::page_keys::namespace_to_py;
 /// A part of a prompt: where it is cached, or why it is not.
 #[pyclass(frozen, module = "kvpool", name = "Segment")]
 pub(super) struct Segment(pub(super) Part);
+
+impl Segment {
+    const fn judged(&self) -> Option<Worth> {
+        match &self.0.state {
+            SegmentState::Evicted(gone) => gone.worth,
+            _ => None,
+        }
+    }
+}
 
 #[pymethods]
 impl Segment {
@@ -74,6 +83,20 @@ impl Segment {
         }
     }
 
+    /// What the adaptive policy expected of the evicted pages: the uses of a token while as many tokens are
+    /// looked up as the cache has; with a `cost`, times the seconds that a use saves. `None` if it evicted the
+    /// least recently used pages, and for other policies and segments.
+    #[getter]
+    fn worth(&self) -> Option<f64> {
+        self.judged().map(|worth| worth.victim)
+    }
+
+    /// The least `worth` of pages of another class, position or age that the cache kept; infinite if there were none.
+    #[getter]
+    fn least_kept_worth(&self) -> Option<f64> {
+        self.judged().map(|worth| worth.least_kept)
+    }
+
     /// The other namespace that has the segment.
     #[getter]
     fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
@@ -87,10 +110,13 @@ impl Segment {
         let (begin, end, state) = (self.begin(), self.end(), self.state());
         let more = match &self.0.state {
             SegmentState::Evicted(gone) => format!(
-                ", pressure='{}', {:.1} s ago, {} tokens after its last use",
+                ", pressure='{}', {:.1} s ago, {} tokens after its last use{}",
                 gone.cause.pressure.name(),
                 gone.cause.at.elapsed().as_secs_f64(),
-                gone.idle
+                gone.idle,
+                gone.worth.map_or_else(String::new, |Worth { victim, least_kept }| format!(
+                    ", worth {victim:.3e} where {least_kept:.3e} was kept"
+                ))
             ),
             SegmentState::Elsewhere(name) => format!(", namespace={name}"),
             _ => String::new(),

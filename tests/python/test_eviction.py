@@ -12,11 +12,12 @@ import command_line
 import numpy as np
 import pytest
 
+from kvpool import PrefillCost
 from kvpool.errors import ConfigError
 from kvpool.tools.cli import main
-from kvpool.tools.policies import COMPARED_POLICIES, POLICIES, SIMULATED_POLICIES
+from kvpool.tools.costs import COSTS, read_cost
+from kvpool.tools.policies import ADAPTIVE_IN_SECONDS, COMPARED_POLICIES, POLICIES, SIMULATED_POLICIES
 from kvpool.tools.replay.bound import most_saved
-from kvpool.tools.replay.cost import COSTS, PrefillCost, read_cost
 from kvpool.tools.replay.errors import ReplayError
 from kvpool.tools.replay.eviction import LookUp, Ranked, Setting
 from kvpool.tools.replay.hit_rates import LOAD, Job, measure
@@ -27,8 +28,8 @@ from kvpool.tools.traces import AgentsSpec, Trace, agents_trace, synthetic_trace
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LINEAR = PrefillCost("linear", 1.0, 0.0)
-QUADRATIC = PrefillCost("quadratic", 1.0, 0.5)
+LINEAR = PrefillCost(1.0, 0.0, "linear")
+QUADRATIC = PrefillCost(1.0, 0.5, "quadratic")
 
 
 class Recent(Ranked):
@@ -218,18 +219,8 @@ def test_the_time_to_first_token_is_that_of_a_queue() -> None:
     assert rate.saved[0].ttft_s[0] == pytest.approx(np.median([4, 8, 12, 4]))
 
 
-def test_the_cost_of_a_model_follows_from_its_shape() -> None:
-    """One layer, two heads of three elements: 24 operations for each pair of tokens."""
-    cost = PrefillCost.of_model("tiny", weights=100, layers=1, heads=2, head_dim=3, flops=1e3)
-    assert cost == PrefillCost("tiny", 0.2, 0.024)
-    assert cost.seconds(np.array([0, 1, 10])) == pytest.approx([0.0, 0.212, 2.0 + 1.2])
-    small, large = COSTS["8B"], COSTS["70B"]
-    assert (small.per_token_s, small.per_pair_s) == pytest.approx((23.5e-6, 0.883e-9), rel=0.01)
-    assert (large.per_token_s, large.per_pair_s) == pytest.approx((28.8e-6, 0.552e-9), rel=0.01)
-
-
 def test_a_cost_is_fitted_to_measured_prefills(tmp_path: Path) -> None:
-    real = PrefillCost("measured", 3e-5, 7e-10)
+    real = PrefillCost(3e-5, 7e-10, "measured")
     rows = [(0, 512), (4_096, 512), (0, 32_768), (100_000, 2_048)]
     table = tmp_path / "measured.csv"
     lines = (
@@ -259,11 +250,6 @@ def test_rejects_bad_tables(tmp_path: Path, text: str, message: str) -> None:
     table.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_cost(table)
-
-
-def test_a_cost_is_a_number_of_seconds() -> None:
-    with pytest.raises(ConfigError, match=r"cost 'x': per_pair_s must be a number of seconds, not -1\.0"):
-        PrefillCost("x", 1.0, -1.0)
 
 
 def invoke(*arguments: str) -> tuple[int, str, str]:
@@ -353,5 +339,5 @@ def test_a_cost_is_for_a_comparison() -> None:
 
 
 def test_compared_policies_exist() -> None:
-    assert {*COMPARED_POLICIES} <= {*POLICIES, *SIMULATED_POLICIES}
+    assert {*COMPARED_POLICIES} <= {*POLICIES, ADAPTIVE_IN_SECONDS, *SIMULATED_POLICIES}
     assert {*SIMULATED} == {*SIMULATED_POLICIES}

@@ -28,7 +28,17 @@ MODULES = {
 }
 EXTENSION = "kvpool._kvpool"
 # Modules of `kvpool.tools` that every command may import.
-SHARED_BY_COMMANDS = {"bandwidths", "devices", "needs", "options", "output", "policies", "traces", "units"}
+SHARED_BY_COMMANDS = {
+    "bandwidths",
+    "costs",
+    "devices",
+    "needs",
+    "options",
+    "output",
+    "policies",
+    "traces",
+    "units",
+}
 
 # Names of the extension that `kvpool` does not export, by the modules that import them.
 PRIVATE = {

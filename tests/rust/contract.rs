@@ -90,6 +90,7 @@ fn counted(strict: bool) -> Vec<Box<dyn Counted>> {
 fn cache(strict: bool) -> PrefixCache {
     let config = PrefixCacheConfig {
         policy: PolicyKind::Adaptive,
+        cost: None,
         max_pinned: 0.5,
         name: "cache".into(),
         events: None,

@@ -48,8 +48,13 @@ fn scene() -> Scene {
     let table = Arc::new(ReqToTokenPool::new(&config, &host).unwrap());
     let config = PlannerConfig::new(1, 16);
     let planner = BatchPlanner::new(&config, &host, Arc::clone(&slots), Arc::clone(&table)).unwrap();
-    let config =
-        PrefixCacheConfig { policy: PolicyKind::Lru, max_pinned: 0.5, name: "cache".into(), events: None };
+    let config = PrefixCacheConfig {
+        policy: PolicyKind::Lru,
+        cost: None,
+        max_pinned: 0.5,
+        name: "cache".into(),
+        events: None,
+    };
     let cache = PrefixCache::new(config, Arc::clone(&slots), None, None).unwrap();
     let row = i64::from(table.alloc(1, STREAM).unwrap().unwrap()[0]);
     let row = IndexVec::I64(vec![row]);
@@ -131,6 +136,7 @@ fn a_load_in_flight_gives_its_state_back_whatever_is_dropped_first() {
         let below = LowerTier { host: tier, digest, store: None };
         let config = PrefixCacheConfig {
             policy: PolicyKind::Lru,
+            cost: None,
             max_pinned: 0.5,
             name: "cache".into(),
             events: None,

@@ -148,7 +148,7 @@ fn a_prefix_of_an_arena_is_evicted_or_leased() {
         };
         let host: Arc<dyn Backend> = Arc::new(Host);
         let arena = Arc::new(CacheArena::new(&config, &host).unwrap());
-        let config = ArenaPrefixCacheConfig { policy: PolicyKind::Lru, events: None };
+        let config = ArenaPrefixCacheConfig { policy: PolicyKind::Lru, cost: None, events: None };
         let cache = Arc::new(ArenaPrefixCache::new(config, Arc::clone(&arena)).unwrap());
         let tokens: &[i32] = &[7];
         let unit = arena.alloc(&[1]).unwrap().unwrap()[0][0];
@@ -338,8 +338,13 @@ fn full_cache() -> (Arc<TokenToKvPoolAllocator>, Arc<PrefixCache>) {
     let config = AllocatorConfig { strict: true, ..AllocatorConfig::new(8) };
     let host: Arc<dyn Backend> = Arc::new(Host);
     let slots = Arc::new(TokenToKvPoolAllocator::new(&config, &host).expect("small"));
-    let config =
-        PrefixCacheConfig { policy: PolicyKind::Lru, max_pinned: 1.0, name: "cache".into(), events: None };
+    let config = PrefixCacheConfig {
+        policy: PolicyKind::Lru,
+        cost: None,
+        max_pinned: 1.0,
+        name: "cache".into(),
+        events: None,
+    };
     let cache = Arc::new(PrefixCache::new(config, Arc::clone(&slots), None, None).expect("valid"));
     publish(&slots, &cache, &[1, 2, 3, 4, 5, 6, 7, 8]);
     (slots, cache)
@@ -421,6 +426,7 @@ fn two_threads_keep_one_snapshot_of_the_same_prompt() {
         let states = Arc::new(GdnPool::new(&config, &host).expect("small"));
         let config = PrefixCacheConfig {
             policy: PolicyKind::Lru,
+            cost: None,
             max_pinned: 1.0,
             name: "cache".into(),
             events: None,

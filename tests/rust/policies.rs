@@ -20,9 +20,9 @@ fn history(published: u64, last: u64, uses: u32, priority: u8) -> History {
 /// The order in which a policy evicts leaves numbered from 0.
 fn order(kind: PolicyKind, leaves: &[History]) -> Vec<u32> {
     let now = Tick::new(1000);
-    let mut policy = kind.policy(1 << 20, BlockTokens::of_page_size(16));
+    let mut policy = kind.policy(1 << 20, BlockTokens::of_page_size(16), None);
     for (number, history) in (0..).zip(leaves) {
-        policy.insert(NodeId::new(number), history, now);
+        policy.insert(NodeId::new(number), 0..BLOCK, history, now);
     }
     drain(policy.as_mut(), now)
 }
@@ -57,10 +57,10 @@ fn each_policy_has_its_order() {
 #[test]
 fn a_victim_stays_until_it_is_removed() {
     for kind in PolicyKind::ALL {
-        let mut policy = kind.policy(1024, BlockTokens::of_page_size(1));
+        let mut policy = kind.policy(1024, BlockTokens::of_page_size(1), None);
         let now = Tick::new(5);
         assert_eq!(policy.victim(now), None, "{}", kind.name());
-        policy.insert(NodeId::new(3), &history(1, 1, 1, 0), now);
+        policy.insert(NodeId::new(3), 0..1, &history(1, 1, 1, 0), now);
         assert_eq!(policy.victim(now), Some(NodeId::new(3)));
         assert_eq!(policy.victim(now), Some(NodeId::new(3)));
         policy.remove(NodeId::new(3));
@@ -78,7 +78,7 @@ proptest! {
         capacity in 1..5000u64,
         steps in prop::collection::vec((0..6u8, 0..40u32, 0..3000u64), 1..400),
     ) {
-        let mut policy = kind.policy(capacity, BlockTokens::of_page_size(1));
+        let mut policy = kind.policy(capacity, BlockTokens::of_page_size(1), None);
         let mut held = BTreeMap::new();
         let mut now = 0;
         for (action, number, value) in steps {
@@ -89,7 +89,7 @@ proptest! {
                     // Uses are mostly recent; a parent can be much older.
                     let used = if action == 0 { now } else { now - value.min(now) };
                     let known = history(used / 2, used, number % 5 + 1, 0);
-                    policy.insert(leaf, &known, tick);
+                    policy.insert(leaf, number..number + 1, &known, tick);
                     held.insert(number, known);
                 }
                 2 => if let Some(known) = held.remove(&number) {
@@ -124,7 +124,7 @@ fn key(block: u32) -> BlockKey {
 
 /// A cache of single blocks without a tree. Returns how many of `requests` it finds.
 fn found(kind: PolicyKind, capacity: usize, requests: &[u32]) -> usize {
-    let mut policy = kind.policy(capacity as u64 * u64::from(BLOCK), BlockTokens::of_page_size(BLOCK));
+    let mut policy = kind.policy(capacity as u64 * u64::from(BLOCK), BlockTokens::of_page_size(BLOCK), None);
     let blocks = requests.iter().max().map_or(0, |&block| widen(block) + 1);
     let mut cached: Vec<Option<History>> = vec![None; blocks];
     let (mut size, mut now, mut found) = (0, 0, 0);
@@ -148,7 +148,7 @@ fn found(kind: PolicyKind, capacity: usize, requests: &[u32]) -> usize {
             cached[widen(block)] = Some(History::of_new(before, tick));
             size += 1;
         }
-        policy.insert(leaf, &cached[widen(block)].unwrap(), tick);
+        policy.insert(leaf, 0..BLOCK, &cached[widen(block)].unwrap(), tick);
     }
     found
 }
@@ -156,8 +156,11 @@ fn found(kind: PolicyKind, capacity: usize, requests: &[u32]) -> usize {
 /// A cache of prompts of five pages of 16 tokens: a block of 64, and a page that fills none. Returns how many of
 /// `requests` it finds.
 fn found_with_fragments(kind: PolicyKind, capacity: usize, requests: impl Iterator<Item = i32>) -> usize {
-    let mut tree =
-        Tree::new(16, ResumeAt::AnyPage, kind.policy(80 * capacity as u64, BlockTokens::of_page_size(16)));
+    let mut tree = Tree::new(
+        16,
+        ResumeAt::AnyPage,
+        kind.policy(80 * capacity as u64, BlockTokens::of_page_size(16), None),
+    );
     let mut free: Vec<Page> = (1..).map(Page::new).take(5 * capacity).collect();
     let mut found = 0;
     for request in requests {

@@ -39,6 +39,7 @@ impl Scene {
         let states = (snapshots > 0).then(|| Arc::new(GdnPool::new(&states, &host).unwrap()));
         let config = PrefixCacheConfig {
             policy: PolicyKind::Lru,
+            cost: None,
             max_pinned: 0.5,
             name: "cache".into(),
             events: None,

@@ -59,6 +59,7 @@ fn one_prefix_cache_serves_eight_threads() {
     let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
     let config = PrefixCacheConfig {
         policy: PolicyKind::Adaptive,
+        cost: None,
         max_pinned: 1.0,
         name: "cache".into(),
         events: None,

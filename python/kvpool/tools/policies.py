@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 POLICIES: tuple[Policy, ...] = ("lru", "fifo", "lfu", "slru", "priority", "adaptive")
 """The policies of `PrefixCache`."""
 
+ADAPTIVE_IN_SECONDS = "adaptive-seconds"
+"""The adaptive policy with the first cost, for `kvpool replay --compare`."""
+
 BELADY = "belady"
 """The policy that knows future requests, for `kvpool replay --capacity`: it evicts what is used last."""
 
@@ -29,6 +32,7 @@ COMPARED_POLICIES = (
     "gdsf",
     "session",
     "adaptive",
+    ADAPTIVE_IN_SECONDS,
     BELADY,
     BELADY_IN_SECONDS,
 )

@@ -37,7 +37,7 @@ use super::{End, GroupTree, is_state};
 /// let layout = CacheLayout::new("m", 2, vec![full]).unwrap();
 /// let numbers = [UnitNumbers { of_unit: 1, of_slab: 4 }];
 /// let journal = JournalOf { digest, tier: Tier::Host };
-/// let mut tree = GroupTree::new(&layout, &numbers, PolicyKind::Lru, 1024, Some(journal));
+/// let mut tree = GroupTree::new(&layout, &numbers, PolicyKind::Lru, None, 1024, Some(journal));
 /// let prompt: &[i32] = &[5, 6];
 /// let mut hold = tree.match_prefix(&Namespace::Unnamed, &prompt, 2).unwrap();
 /// let plan = tree.plan(&hold, &GroupPublication { tokens: &prompt, units: &[vec![Some(3)]] }).unwrap();

@@ -50,7 +50,7 @@ fn short_groups(wanted: &[usize], slabs: &Slabs) -> Vec<(usize, usize)> {
 /// let full = Group::new("full", GroupKind::Full, &[0], k).unwrap();
 /// let layout = CacheLayout::new("m", 2, vec![full]).unwrap();
 /// let numbers = [UnitNumbers { of_unit: 1, of_slab: 1 }];
-/// let mut tree = GroupTree::new(&layout, &numbers, PolicyKind::Lru, 1024, None);
+/// let mut tree = GroupTree::new(&layout, &numbers, PolicyKind::Lru, None, 1024, None);
 /// let slabs = Slabs::new(2, &[SlabUnits { units: 1, numbers: 1, floor: 0 }]).unwrap();
 /// let cause = Cause { pressure: Pressure::Alloc, at: Instant::now() };
 /// // An empty tree has nothing to give up.

@@ -4,9 +4,9 @@
 //! A *lifetime* of a block is the time from one use to the next. Lifetimes are counted by the class of the
 //! block (how often it was used) and by their length, whether the block was still cached at the next use or
 //! only remembered ([`Ghosts`]). From these counts follows the *worth* of a block of a class and age: the
-//! most hits per unit of time that keeping it any longer can bring ([`Lifetimes`]). Leaves are grouped into
-//! cohorts of the same class and about the same age ([`Cohorts`]). The oldest leaf of the cohort that is
-//! worth least is evicted.
+//! most hits per unit of time that keeping it any longer can bring ([`Lifetimes`]), times what a hit saves at
+//! its position ([`Levels`]). Leaves are grouped into cohorts of the same class, level and about the same age
+//! ([`Cohorts`]). The oldest leaf of the cohort that is worth least is evicted.
 //!
 //! At the same time the policy estimates what least-recently-used eviction would have found ([`Recency`]).
 //! While the cache finds less than that, apart from a small allowance, and until the policy has learned
@@ -18,19 +18,24 @@
 //!
 //! *Cost.* Each call takes constant time, except that learning takes some microseconds whenever an eighth of
 //! the capacity was looked up. Memory: 16 bytes for each node number, 2 bytes for each token of the capacity
-//! (16 remembered blocks of 8 bytes for each block), and some 30 KiB.
+//! (16 remembered blocks of 8 bytes for each block), and some 30 KiB; with a cost, 100 KiB.
 
 mod ages;
 mod cohorts;
 mod ghosts;
+mod levels;
 mod lifetimes;
 mod recency;
 
-use super::{BlockKey, BlockTokens, History, NodeId, Policy, Remembered, Tick};
+use std::ops::Range;
+
+use super::{BlockKey, BlockTokens, History, NodeId, Policy, Remembered, Tick, Worth};
+use crate::cache::PrefillCost;
 use ages::Ages;
 use cohorts::Cohorts;
 use ghosts::{Ghost, Ghosts};
-use lifetimes::Lifetimes;
+use levels::Levels;
+use lifetimes::{Lifetimes, real};
 use recency::Recency;
 
 /// The number of classes of blocks, by the number of uses: 1, 2, 3 to 4, 5 to 8, and so on.
@@ -41,37 +46,49 @@ fn class(uses: u32) -> usize {
     (uses.max(1).next_power_of_two().trailing_zeros() as usize).min(CLASSES - 1)
 }
 
+/// Returns the worth of the leaves of a kind, which is a level and a class, at an age.
+fn worth<'a>(levels: &'a Levels, lifetimes: &'a Lifetimes) -> impl Fn(usize, usize) -> f64 + 'a {
+    |kind, age| levels.saved(kind / CLASSES) * lifetimes.worth()[kind % CLASSES][age]
+}
+
 /// The adaptive policy: see the [module](self).
 #[derive(Debug)]
 pub(super) struct Adaptive {
     ages: Ages,
+    levels: Levels,
     cohorts: Cohorts,
     ghosts: Ghosts,
     lifetimes: Lifetimes,
     recency: Recency,
+    /// What the last victim was worth, unless recency decided.
+    worth: Option<Worth>,
+    capacity: f64,
     block_tokens: u32,
 }
 
 impl Adaptive {
-    pub(super) fn new(capacity: u64, block_tokens: BlockTokens) -> Self {
+    pub(super) fn new(capacity: u64, block_tokens: BlockTokens, cost: Option<PrefillCost>) -> Self {
         let capacity = capacity.max(1);
-        let ages = Ages::new(capacity);
+        let (ages, levels) = (Ages::new(capacity), Levels::new(cost));
         Self {
-            cohorts: Cohorts::new(ages.clone()),
+            cohorts: Cohorts::new(ages.clone(), levels.len() * CLASSES),
             ghosts: Ghosts::new(capacity, block_tokens),
             lifetimes: Lifetimes::new(capacity, ages.clone()),
             recency: Recency::new(capacity),
             ages,
+            levels,
+            worth: None,
+            capacity: real(capacity),
             block_tokens: block_tokens.get(),
         }
     }
 }
 
 impl Policy for Adaptive {
-    fn insert(&mut self, leaf: NodeId, history: &History, now: Tick) {
-        let class = class(history.uses);
-        let worth = self.lifetimes.worth()[class][self.ages.of(now.since(history.used))];
-        self.cohorts.insert(leaf, class, history.used, worth, now);
+    fn insert(&mut self, leaf: NodeId, positions: Range<u32>, history: &History, now: Tick) {
+        let kind = self.levels.of(positions) * CLASSES + class(history.uses);
+        let worth = worth(&self.levels, &self.lifetimes)(kind, self.ages.of(now.since(history.used)));
+        self.cohorts.insert(leaf, kind, history.used, worth, now);
     }
 
     fn remove(&mut self, leaf: NodeId) {
@@ -91,11 +108,22 @@ impl Policy for Adaptive {
             self.cohorts.reconsider();
             self.recency.decay(now);
         }
-        if self.lifetimes.is_known() && self.recency.is_matched() {
-            self.cohorts.least(self.lifetimes.worth(), now)
-        } else {
-            self.cohorts.oldest()
+        let is_judged = self.lifetimes.is_known() && self.recency.is_matched();
+        if !is_judged {
+            self.worth = None;
+            return self.cohorts.oldest();
         }
+        let (leaf, least) = self.cohorts.least(worth(&self.levels, &self.lifetimes), now)?;
+        // From hits per time to hits in the time of the capacity.
+        self.worth = Some(Worth {
+            victim: least.victim * self.capacity,
+            least_kept: least.least_kept * self.capacity,
+        });
+        Some(leaf)
+    }
+
+    fn worth(&self) -> Option<Worth> {
+        self.worth
     }
 
     fn record_use(&mut self, history: &History, tokens: u32, now: Tick) {

@@ -1,6 +1,7 @@
 //! Policies that order leaves by their histories and learn nothing.
 
 use std::fmt;
+use std::ops::Range;
 
 use super::queue::{Queue, Rank};
 use super::{History, NodeId, Policy, Tick};
@@ -25,7 +26,7 @@ impl<O> Ranked<O> {
 }
 
 impl<O: Ranking> Policy for Ranked<O> {
-    fn insert(&mut self, leaf: NodeId, history: &History, _now: Tick) {
+    fn insert(&mut self, leaf: NodeId, _positions: Range<u32>, history: &History, _now: Tick) {
         self.queue.insert(leaf, self.order.rank(history));
     }
 

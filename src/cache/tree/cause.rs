@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use crate::cache::Worth;
+
 /// The reason for an eviction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pressure {
@@ -32,4 +34,18 @@ pub struct Cause {
     pub pressure: Pressure,
     /// The time of the call.
     pub at: Instant,
+}
+
+/// The cause of an eviction, and why these pages were evicted and no others.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Reason {
+    pub(super) cause: Cause,
+    /// What the policy expected of them, if it chose them by that.
+    pub(super) worth: Option<Worth>,
+}
+
+impl From<Cause> for Reason {
+    fn from(cause: Cause) -> Self {
+        Self { cause, worth: None }
+    }
 }

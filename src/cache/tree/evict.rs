@@ -4,9 +4,9 @@ use std::collections::{BTreeSet, VecDeque};
 
 use crate::base::{Page, StateSlot, check_memory, widen};
 
-use super::cause::{Cause, Pressure};
+use super::cause::{Cause, Pressure, Reason};
 use super::roots::retain_listed;
-use super::{Kind, Namespace, NodeId, PageHash, Policy, RollingHash, ShortVec, Tick, Tree, is_below};
+use super::{Kind, Namespace, Node, NodeId, PageHash, Policy, RollingHash, ShortVec, Tick, Tree, is_below};
 
 /// The number of entries in the histogram of ages: one for each power of two of tokens.
 pub const AGE_BUCKETS: usize = 40;
@@ -83,7 +83,8 @@ impl Tree {
             if of_policy.is_some() {
                 self.fetch_after(leaf);
             }
-            self.trim(leaf, pages - evicted.pages.len(), cause, &mut evicted);
+            let worth = of_policy.and_then(|_| self.queues.policy.worth());
+            self.trim(leaf, pages - evicted.pages.len(), Reason { cause, worth }, &mut evicted);
         }
         evicted
     }
@@ -124,7 +125,7 @@ impl Tree {
     }
 
     /// Evicts up to `count` pages from the end of a leaf.
-    pub(super) fn trim(&mut self, leaf: NodeId, count: usize, cause: Cause, evicted: &mut Evicted) {
+    pub(super) fn trim(&mut self, leaf: NodeId, count: usize, reason: Reason, evicted: &mut Evicted) {
         let here = self.node(leaf);
         let (history, keep) = (here.history, here.pages.len().saturating_sub(count));
         let age = self.now.since(history.used);
@@ -132,7 +133,7 @@ impl Tree {
         let pages = keep..here.pages.len();
         evicted.ages[age] += pages.len() as u64;
         self.offer_evicted(leaf, pages);
-        let (at, hash) = self.record_eviction(leaf, keep, cause);
+        let (at, hash) = self.record_eviction(leaf, keep, reason);
         if keep == 0 {
             let parent = self.node(leaf).parent;
             self.remove(leaf, evicted);
@@ -161,24 +162,24 @@ impl Tree {
 
     /// Records the eviction of the prefixes that end in a node after its first `keep` pages. Returns the
     /// length of the prefix that remains, and its hash if a part of the node remains.
-    fn record_eviction(&mut self, node: NodeId, keep: usize, cause: Cause) -> (usize, RollingHash) {
+    fn record_eviction(&mut self, node: NodeId, keep: usize, reason: Reason) -> (usize, RollingHash) {
         let here = &self.nodes[node];
         let (history, end, mut hash) = (here.history, widen(here.end), here.hash);
         let begin = end - here.tokens.len();
         let until = begin + keep * self.page_size;
         if until < end {
-            self.evictions.record(hash.key(), history.used, self.now, cause);
+            self.evictions.record(hash.key(), history.used, self.now, reason);
         }
         let (mut at, mut key) = (end, end - end % self.remembered_every);
         if keep > 0 || key > until {
             let mut cursor = self.rolling.cursor(hash, end);
             while key > until {
                 cursor.pop(&here.tokens[key - begin..at - begin]);
-                if cause.pressure != Pressure::Clear {
+                if reason.cause.pressure != Pressure::Clear {
                     self.queues.policy.record_eviction(cursor.hash().key(), &history, self.now);
                 }
                 if key < end {
-                    self.evictions.record(cursor.hash().key(), history.used, self.now, cause);
+                    self.evictions.record(cursor.hash().key(), history.used, self.now, reason);
                 }
                 (at, key) = (key, key - self.remembered_every);
             }
@@ -216,7 +217,7 @@ impl Tree {
         // Children are removed before their parents.
         nodes.sort_by_key(|id| std::cmp::Reverse(self.node(*id).end));
         for &id in &nodes {
-            let _ = self.record_eviction(id, 0, cause);
+            let _ = self.record_eviction(id, 0, cause.into());
         }
         match namespace {
             Some(_) => self.record_all_removed(&nodes),
@@ -278,7 +279,9 @@ impl Tree {
 
     /// Adds a node to the queue of evictable leaves, if it is such a leaf.
     pub(super) fn queue(&mut self, id: NodeId) {
-        let (history, now) = (self.node(id).history, self.now);
+        let Node { history, end, ref tokens, .. } = *self.node(id);
+        let positions = end - super::narrow(tokens.len())..end;
+        let now = self.now;
         let here = self.node_mut(id);
         if here.kind != Kind::Run || here.locks > 0 || here.children > 0 || here.is_queued {
             return;
@@ -287,7 +290,7 @@ impl Tree {
         if history.priority > 0 {
             self.queues.retained.insert((history.priority, history.used, id));
         } else {
-            self.queues.policy.insert(id, &history, now);
+            self.queues.policy.insert(id, positions, &history, now);
         }
     }
 

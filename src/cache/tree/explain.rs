@@ -5,11 +5,11 @@ use std::ops::Range;
 
 use crate::base::Result;
 
-use super::cause::Cause;
+use super::cause::{Cause, Reason};
 use super::offers::DevicePrefix;
 use super::{LowerTierContents, Namespace, Tick, Tokens, Tree, TreePosition};
-use crate::cache::BlockKey;
 use crate::cache::rolling_hash::RollingHasher;
+use crate::cache::{BlockKey, Worth};
 
 /// The record of an eviction.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +18,8 @@ pub struct EvictionRecord {
     pub cause: Cause,
     /// The number of tokens that were looked up between the last use of the pages and their eviction.
     pub idle: u64,
+    /// What the policy expected of the pages and of those that it kept, if it chose them by that.
+    pub worth: Option<Worth>,
 }
 
 /// Where a segment of a prompt is cached or, if no request can use it, why not.
@@ -60,7 +62,7 @@ impl SegmentState {
 ///     BlockTokens, Cause, EvictionRecord, Namespace, PolicyKind, Pressure, ResumeAt, Segment, SegmentState, Tree,
 /// };
 /// let (name, prompt): (_, &[i32]) = (Namespace::Unnamed, &[5, 6, 7, 8, 9]);
-/// let mut tree = Tree::new(2, ResumeAt::AnyPage, PolicyKind::Lru.policy(1024, BlockTokens::of_page_size(2)));
+/// let mut tree = Tree::new(2, ResumeAt::AnyPage, PolicyKind::Lru.policy(1024, BlockTokens::of_page_size(2), None));
 /// let mut hold = tree.match_prefix(&name, &prompt, 5).unwrap();
 /// let found = tree.find(&hold, &prompt).unwrap();
 /// tree.publish(&mut hold, found, prompt[..4].to_vec(), &[Page::new(3), Page::new(8)]);
@@ -108,11 +110,11 @@ pub(super) struct EvictionLog {
     entries: Vec<LogEntry>,
     /// The number of evictions recorded so far.
     recorded: u64,
-    /// The causes, each with the number of the first eviction that it has caused.
-    causes: VecDeque<(u64, Cause)>,
+    /// The reasons, each with the number of the first eviction that it is the reason of.
+    reasons: VecDeque<(u64, Reason)>,
 }
 
-/// An evicted prefix. Its cause is in [`EvictionLog::causes`].
+/// An evicted prefix. Its reason is in [`EvictionLog::reasons`].
 #[derive(Clone, Copy, Debug)]
 struct LogEntry {
     key: BlockKey,
@@ -125,9 +127,9 @@ const CAPACITY: usize = 1 << 15;
 
 impl EvictionLog {
     /// Records that the prefix `key` was evicted, which was used last at `used`.
-    pub(super) fn record(&mut self, key: BlockKey, used: Tick, now: Tick, cause: Cause) {
-        if self.causes.back().is_none_or(|&(_, last)| last != cause) {
-            self.set_cause(cause);
+    pub(super) fn record(&mut self, key: BlockKey, used: Tick, now: Tick, reason: Reason) {
+        if self.reasons.back().is_none_or(|&(_, last)| last != reason) {
+            self.set_reason(reason);
         }
         let entry = LogEntry { key, idle: now.since(used) };
         let at = place_of(self.recorded);
@@ -139,33 +141,33 @@ impl EvictionLog {
         self.recorded += 1;
     }
 
-    /// Sets the cause of later evictions, and drops the causes of evictions that are no longer recorded.
-    fn set_cause(&mut self, cause: Cause) {
+    /// Sets the reason of later evictions, and drops the reasons of evictions that are no longer recorded.
+    fn set_reason(&mut self, reason: Reason) {
         let oldest = (self.recorded + 1).saturating_sub(CAPACITY as u64);
-        while self.causes.get(1).is_some_and(|&(first, _)| first <= oldest) {
-            self.causes.pop_front();
+        while self.reasons.get(1).is_some_and(|&(first, _)| first <= oldest) {
+            self.reasons.pop_front();
         }
-        self.causes.push_back((self.recorded, cause));
+        self.reasons.push_back((self.recorded, reason));
     }
 
     /// Returns the records by key; of several with one key, the latest.
     fn by_key(&self) -> HashMap<BlockKey, EvictionRecord> {
         let mut records = HashMap::with_capacity(self.entries.len());
-        let mut causes = self.causes.iter().copied().peekable();
-        let mut cause = None;
+        let mut reasons = self.reasons.iter().copied().peekable();
+        let mut reason = None;
         for number in self.recorded - self.entries.len() as u64..self.recorded {
-            while let Some((_, next)) = causes.next_if(|&(first, _)| first <= number) {
-                cause = Some(next);
+            while let Some((_, next)) = reasons.next_if(|&(first, _)| first <= number) {
+                reason = Some(next);
             }
             let LogEntry { key, idle } = self.entries[place_of(number)];
-            let cause = cause.expect("the oldest entry has a cause");
-            records.insert(key, EvictionRecord { cause, idle });
+            let Reason { cause, worth } = reason.expect("the oldest entry has a reason");
+            records.insert(key, EvictionRecord { cause, idle, worth });
         }
         records
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.entries.capacity() * size_of::<LogEntry>() + self.causes.capacity() * size_of::<(u64, Cause)>()
+        self.entries.capacity() * size_of::<LogEntry>() + self.reasons.capacity() * size_of::<(u64, Reason)>()
     }
 }
 

@@ -255,7 +255,7 @@ impl Tree {
         let node = self.snapshots.next(None, age_at)?;
         let mut evicted = Evicted::default();
         if self.node(node).is_queued {
-            self.trim(node, self.node(node).pages.len(), cause, &mut evicted);
+            self.trim(node, self.node(node).pages.len(), cause.into(), &mut evicted);
         } else {
             self.drop_snapshot(node, &mut evicted);
         }

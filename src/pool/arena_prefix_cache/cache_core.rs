@@ -126,7 +126,7 @@ fn new_tree(
     });
     let numbers: Vec<_> = numbers.collect();
     let events = config.events.map(|digest| JournalOf { digest, tier: contents.tier });
-    GroupTree::new(&contents.layout, &numbers, config.policy, capacity as u64, events)
+    GroupTree::new(&contents.layout, &numbers, config.policy, config.cost, capacity as u64, events)
 }
 
 /// Frees units that a tree has given up.
@@ -144,6 +144,8 @@ impl ArenaCacheCore {
         contents: CachedKind,
         tier: Option<Arc<dyn LowerMemory>>,
     ) -> Arc<Self> {
+        // What is evicted to a tier is loaded from there, and a token takes as long as any other.
+        let config = ArenaPrefixCacheConfig { cost: config.cost.filter(|_| tier.is_none()), ..config };
         let state = RankedMutex::new(LockRank::Cache, ArenaCacheState::new(&config, &arena, &contents));
         let core = Arc::new(Self { arena, contents, config, tier, state });
         let reclaim: Arc<dyn ReclaimUnits> = Arc::clone(&core) as _;

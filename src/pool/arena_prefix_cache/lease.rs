@@ -457,7 +457,7 @@ mod tests {
         };
         let host: Arc<dyn Backend> = Arc::new(Host);
         let arena = Arc::new(CacheArena::new(&config, &host).expect("valid"));
-        let config = ArenaPrefixCacheConfig { policy: PolicyKind::Lru, events: None };
+        let config = ArenaPrefixCacheConfig { policy: PolicyKind::Lru, cost: None, events: None };
         let cache = ArenaPrefixCache::new(config, Arc::clone(&arena)).expect("valid");
         let tokens: &[i32] = &[1, 2, 3, 4];
         let leases = [(); 2].map(|()| cache.match_prefix(&Namespace::Unnamed, &tokens, 4).expect("valid"));

@@ -69,6 +69,7 @@ impl TierLink {
         contents: &CachedKind,
     ) -> Result<Self> {
         let pieces = CachedKind { tier: Tier::Host, ..contents.clone() };
+        let config = ArenaPrefixCacheConfig { cost: config.cost.filter(|_| store.is_none()), ..config };
         let below = ArenaCacheCore::new(config, Arc::clone(tier.pieces()), pieces, None);
         let store =
             store.map(|store| StoreLink::new(&tier, &below, store, digest).map(Arc::new)).transpose()?;

@@ -358,7 +358,9 @@ pub(super) fn new_tree(
 ) -> Tree {
     let page_size = crate::base::bounded::narrow(allocator.page_size());
     let capacity = allocator.stats().capacity as u64;
-    let policy = config.policy.policy(capacity, BlockTokens::of_page_size(page_size));
+    // What is evicted to a tier is loaded from there, and a token takes as long as any other.
+    let cost = config.cost.filter(|_| below.is_none());
+    let policy = config.policy.policy(capacity, BlockTokens::of_page_size(page_size), cost);
     let mut tree = Tree::new(allocator.page_size(), resume_at, policy);
     if let Some(digest) = config.events {
         tree.keep_journal(digest);

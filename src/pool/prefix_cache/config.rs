@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::cache::{Digest, PolicyKind};
+use crate::cache::{Digest, PolicyKind, PrefillCost};
 use crate::pool::{HostTier, Store};
 
 /// Settings of a [`PrefixCache`](super::PrefixCache).
@@ -10,6 +10,8 @@ use crate::pool::{HostTier, Store};
 pub struct PrefixCacheConfig {
     /// The policy by which prefixes are evicted.
     pub policy: PolicyKind,
+    /// What a token is worth by its position, if there is no tier below. Without it, all are worth the same.
+    pub cost: Option<PrefillCost>,
     /// The share of the allocator's capacity that may be pinned.
     pub max_pinned: f64,
     /// The owner of cached pages in reports.
@@ -70,7 +72,7 @@ pub struct LowerTier {
 /// let tier = HostTier::new(&config, &kv, None, &host).unwrap();
 /// let below = LowerTier { host: Arc::new(tier), digest, store: Some(store_below) };
 /// let config =
-///     PrefixCacheConfig { policy: PolicyKind::Lru, max_pinned: 0.5, name: "cache".into(), events: None };
+///     PrefixCacheConfig { policy: PolicyKind::Lru, cost: None, max_pinned: 0.5, name: "cache".into(), events: None };
 /// let cache = PrefixCache::new(config, Arc::clone(&slots), None, Some(below)).unwrap();
 ///
 /// let prompt: &[i32] = &[5, 6, 7, 8];

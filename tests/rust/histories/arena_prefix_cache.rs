@@ -121,7 +121,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         return;
     };
     let arena = Arc::new(arena);
-    let config = ArenaPrefixCacheConfig { policy, events: Some(digest) };
+    let config = ArenaPrefixCacheConfig { policy, cost: None, events: Some(digest) };
     let cache = ArenaPrefixCache::new(config, Arc::clone(&arena)).expect("memory");
     let groups = layout.groups().to_vec();
     let mut world = World {

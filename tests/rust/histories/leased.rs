@@ -71,6 +71,7 @@ pub(super) fn run(source: &mut Source<'_>) {
     let planner = BatchPlanner::new(&config, &host(), Arc::clone(&slots), Arc::clone(&table)).expect("small");
     let config = PrefixCacheConfig {
         policy: PolicyKind::Adaptive,
+        cost: None,
         max_pinned: 0.5,
         name: "cache".into(),
         events: None,

@@ -95,6 +95,7 @@ pub(super) fn run(source: &mut Source<'_>) {
     let max_pinned = source.of(&[1.0, 0.5, 0.0]);
     let config = PrefixCacheConfig {
         policy: source.of(&PolicyKind::ALL),
+        cost: None,
         max_pinned,
         name: "cache".into(),
         events: Some(digest),

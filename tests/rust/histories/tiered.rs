@@ -128,6 +128,7 @@ impl World {
         let is_complete = is_large && of_tier.write == WritePolicy::Through && states.is_none();
         let config = PrefixCacheConfig {
             policy: source.of(&PolicyKind::ALL),
+            cost: None,
             max_pinned: 0.5,
             name: "cache".into(),
             events: source.flip().then_some(digest),

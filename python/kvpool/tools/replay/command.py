@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvpool._kvpool import _STORAGE_DTYPES
 from kvpool.errors import ConfigError, KvPoolError
+from kvpool.tools.costs import COSTS, read_cost
 from kvpool.tools.devices import check_device
 from kvpool.tools.needs import COMMANDS
 from kvpool.tools.options import Parser, at_least
@@ -18,7 +19,7 @@ from kvpool.tools.replay.config import ReplayConfig
 from kvpool.tools.units import parse_count
 
 if TYPE_CHECKING:
-    from kvpool.tools.replay.cost import PrefillCost
+    from kvpool.prefill_cost import PrefillCost
     from kvpool.tools.traces import Trace
 
 DESCRIPTION = """\
@@ -182,7 +183,7 @@ def _policies(text: str, *, has_several: bool) -> list[str]:
         return [*POLICIES, *SIMULATED_POLICIES]
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in {*POLICIES, *SIMULATED_POLICIES} and ":" not in name:
+        if name not in {*POLICIES, *COMPARED_POLICIES, *SIMULATED_POLICIES} and ":" not in name:
             known = ", ".join((*POLICIES, *SIMULATED_POLICIES))
             raise ConfigError(f"policy must be one of {known}, FILE.py:CLASS, or all, not {name!r}")
     return names
@@ -195,8 +196,6 @@ def _costs(text: str) -> tuple[PrefillCost, ...]:
         ConfigError: If there is no such cost, or a table does not determine one.
         OSError: If a table cannot be opened.
     """
-    from kvpool.tools.replay.cost import COSTS, read_cost  # noqa: PLC0415 - it needs NumPy
-
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in COSTS and not name.endswith(".csv"):

@@ -19,7 +19,7 @@ import numpy as np
 from kvpool import TokenToKVPoolAllocator
 from kvpool._kvpool import PrefixCache
 from kvpool.errors import ConfigError
-from kvpool.tools.policies import POLICIES, SIMULATED_POLICIES, policy_named
+from kvpool.tools.policies import ADAPTIVE_IN_SECONDS, POLICIES, SIMULATED_POLICIES, policy_named
 from kvpool.tools.replay.bound import most_saved
 from kvpool.tools.replay.eviction import Setting
 from kvpool.tools.replay.prompts import Prompts
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvpool.tools.replay.cost import PrefillCost
+    from kvpool.prefill_cost import PrefillCost
     from kvpool.tools.replay.eviction import Eviction
     from kvpool.tools.traces import Trace
 
@@ -128,8 +128,8 @@ class Job:
     """What is measured.
 
     Attributes:
-        policies: Names of policies: `POLICIES`, `SIMULATED_POLICIES`, or `FILE.py:CLASS` and `MODULE:CLASS`
-            of an `Eviction` in Python, which is made with a `Setting`.
+        policies: Names of policies: `POLICIES`, `ADAPTIVE_IN_SECONDS`, `SIMULATED_POLICIES`, or
+            `FILE.py:CLASS` and `MODULE:CLASS` of an `Eviction` in Python, which is made with a `Setting`.
         capacities: Tokens of the caches.
         page_size: Slots per page, which divide the block size; the block size by default. Policies in Python
             evict whole blocks.
@@ -152,14 +152,17 @@ def measure(trace: Trace, job: Job, on_rate: Callable[[HitRate], None] = lambda 
 
     Raises:
         ConfigError: If the page size does not divide the block size, a capacity is less than a block, or a
-            policy is unknown.
+            policy is unknown or lacks a cost.
     """
     page_size = job.page_size or trace.block_size
     if trace.block_size % page_size:
         raise ConfigError(f"page_size {page_size} does not divide the trace's blocks of {trace.block_size}")
     if min(job.capacities) < trace.block_size:
         raise ConfigError(f"capacity {min(job.capacities)} is less than a block of {trace.block_size} tokens")
-    simulated = {name: _simulated(name) for name in job.policies if name not in POLICIES}
+    if ADAPTIVE_IN_SECONDS in job.policies and not job.costs:
+        raise ConfigError(f"policy {ADAPTIVE_IN_SECONDS!r} needs a cost, by which it counts")
+    own = {*POLICIES, ADAPTIVE_IN_SECONDS}
+    simulated = {name: _simulated(name) for name in job.policies if name not in own}
     prompts, paths = Prompts(trace), trace.all_blocks()
     lens = np.array([len(path) for path in paths])
     clocks = [_Clock(cost, trace, lens) for cost in job.costs]
@@ -174,7 +177,7 @@ def measure(trace: Trace, job: Job, on_rate: Callable[[HitRate], None] = lambda 
                 setting = Setting(capacity // trace.block_size, trace, paths, saves[1 if job.costs else 0])
                 found = simulate(simulated[policy](setting), setting)
             else:
-                found = _found(prompts, trace, policy, capacity, page_size)
+                found = _found(prompts, trace, _cache(policy, capacity, page_size, job))
             wall_s = perf_counter() - begin
             saved = tuple(clock.saved(found) for clock in clocks)
             rates.append(HitRate(policy, capacity, int(found.sum()), wall_s, saved))
@@ -253,10 +256,16 @@ def _module(where: str) -> object:
     return module
 
 
-def _found(prompts: Prompts, trace: Trace, policy: str, capacity: int, page_size: int) -> NDArray[np.int64]:
-    """Return for each request the blocks that a `PrefixCache` finds."""
+def _cache(policy: str, capacity: int, page_size: int, job: Job) -> PrefixCache:
     allocator = TokenToKVPoolAllocator(capacity, device="cpu", page_size=page_size, need_sort=False)
-    cache = PrefixCache(allocator, policy=policy_named(policy))
+    if policy == ADAPTIVE_IN_SECONDS:
+        return PrefixCache(allocator, cost=job.costs[0])
+    return PrefixCache(allocator, policy=policy_named(policy))
+
+
+def _found(prompts: Prompts, trace: Trace, cache: PrefixCache) -> NDArray[np.int64]:
+    """Return for each request the blocks that an empty cache finds."""
+    allocator = cache.allocator
     most = allocator.available_size()
     found = np.zeros(len(trace), np.int64)
     for request in range(len(trace)):

@@ -1,11 +1,11 @@
-//! Leaves grouped by their class and the time of their last use.
+//! Leaves grouped by their kind and the time of their last use.
 //!
-//! Leaves of one class that were used at about the same time form a cohort: a linked list, the least recently
-//! used leaf first. The age belongs to the cohort, so leaves grow older without being touched. As cohorts
-//! grow older, neighbours are joined, so that a cohort spans about a third of its age and a class has a few
-//! dozen cohorts.
+//! Leaves of one kind (of the same class, and worth the same if they are used) that were used at about the same
+//! time form a cohort: a linked list, the least recently used leaf first. The age belongs to the cohort, so leaves
+//! grow older without being touched. As cohorts grow older, neighbours are joined, so that a cohort spans about a
+//! third of its age and a kind has a few dozen cohorts.
 //!
-//! *Invariant.* The cohorts of a class are in the order of their times, which do not overlap.
+//! *Invariant.* The cohorts of a kind are in the order of their times, which do not overlap.
 //!
 //! *Cost.* A call does not depend on the number of leaves. A choice visits each cohort once; it is made only
 //! when the chosen cohort is used up, time has passed or the policy has learned. Memory: 16 bytes for each
@@ -13,16 +13,12 @@
 
 use std::collections::VecDeque;
 
-use super::CLASSES;
-use super::ages::{AGES, Ages};
+use super::ages::Ages;
 use crate::base::{Id, widen};
-use crate::cache::policy::{NodeId, Tick};
+use crate::cache::policy::{NodeId, Tick, Worth};
 
-/// The largest number of cohorts of a class.
+/// The largest number of cohorts of a kind.
 const COHORTS: usize = 64;
-
-/// The number of members that are the ends of lists. They come before the leaves.
-const ENDS: usize = CLASSES * COHORTS;
 
 /// A member of a circular list: its end, or a leaf.
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +29,7 @@ struct CohortLink {
     used: Tick,
 }
 
-/// Leaves of a class that were used between two times, both included.
+/// Leaves of a kind that were used between two times, both included.
 #[derive(Clone, Copy, Debug)]
 struct Cohort {
     from: Tick,
@@ -46,15 +42,19 @@ struct Cohort {
 #[derive(Clone, Copy, Debug)]
 struct Choice {
     end: usize,
-    worth: f64,
+    /// What it is worth, and the least of the others.
+    worth: Worth,
 }
 
 /// The leaves.
 #[derive(Debug)]
 pub(super) struct Cohorts {
     ages: Ages,
+    /// The ends of the lists, and then the leaves.
     links: Vec<CohortLink>,
-    classes: [VecDeque<Cohort>; CLASSES],
+    /// The number of ends.
+    ends: usize,
+    kinds: Vec<VecDeque<Cohort>>,
     /// Ends without a cohort.
     free: Vec<usize>,
     /// The cohort that is worth least, as long as that is known.
@@ -66,30 +66,33 @@ pub(super) struct Cohorts {
 impl Cohorts {
     /// Returns the size of the bookkeeping in bytes.
     pub(super) fn bytes(&self) -> usize {
-        let cohorts: usize = self.classes.iter().map(VecDeque::capacity).sum();
+        let cohorts: usize = self.kinds.iter().map(VecDeque::capacity).sum();
         self.links.capacity() * size_of::<CohortLink>() + cohorts * size_of::<Cohort>()
     }
 
-    pub(super) fn new(ages: Ages) -> Self {
+    /// Creates empty cohorts of so many kinds.
+    pub(super) fn new(ages: Ages, kinds: usize) -> Self {
+        let ends = kinds * COHORTS;
         let end = |at| CohortLink { older: link(at), younger: link(at), used: Tick::default() };
         Self {
             ages,
-            links: (0..ENDS).map(end).collect(),
-            classes: Default::default(),
-            free: (0..ENDS).collect(),
+            links: (0..ends).map(end).collect(),
+            ends,
+            kinds: vec![VecDeque::new(); kinds],
+            free: (0..ends).collect(),
             choice: None,
             due: Tick::default(),
         }
     }
 
     /// Adds a leaf that is worth `worth` at its age.
-    pub(super) fn insert(&mut self, leaf: NodeId, class: usize, used: Tick, worth: f64, now: Tick) {
-        let at = widen(leaf.number()) + ENDS;
+    pub(super) fn insert(&mut self, leaf: NodeId, kind: usize, used: Tick, worth: f64, now: Tick) {
+        let at = widen(leaf.number()) + self.ends;
         if at >= self.links.len() {
             self.links.resize(at + 1, CohortLink { older: 0, younger: 0, used });
         }
         self.links[at].used = used;
-        let end = self.cohort(class, used, now);
+        let end = self.cohort(kind, used, now);
         let CohortLink { older, younger, .. } = self.links[end];
         // A parent whose children were evicted can be older than the leaves that are there already.
         if widen(younger) != end && used <= self.links[widen(younger)].used {
@@ -99,62 +102,76 @@ impl Cohorts {
             self.join(widen(older), at);
             self.join(at, end);
         }
-        if self.choice.is_some_and(|choice| worth < choice.worth) {
-            self.choice = Some(Choice { end, worth });
+        if let Some(Choice { worth: Worth { victim, .. }, .. }) =
+            self.choice.filter(|choice| worth < choice.worth.victim)
+        {
+            self.choice = Some(Choice { end, worth: Worth { victim: worth, least_kept: victim } });
         }
     }
 
     pub(super) fn remove(&mut self, leaf: NodeId) {
-        let CohortLink { older, younger, .. } = self.links[widen(leaf.number()) + ENDS];
+        let CohortLink { older, younger, .. } = self.links[widen(leaf.number()) + self.ends];
         self.join(widen(older), widen(younger));
     }
 
     /// Returns the next leaf of the same cohort.
     pub(super) fn younger(&self, leaf: NodeId) -> Option<NodeId> {
-        let next = widen(self.links[widen(leaf.number()) + ENDS].younger);
-        (next >= ENDS).then(|| id(next))
+        let next = widen(self.links[widen(leaf.number()) + self.ends].younger);
+        (next >= self.ends).then(|| self.id(next))
     }
 
     /// Returns the leaf used least recently.
     pub(super) fn oldest(&mut self) -> Option<NodeId> {
         let mut oldest: Option<usize> = None;
-        for class in 0..CLASSES {
-            while let Some(&cohort) = self.classes[class].front() {
+        for kind in 0..self.kinds.len() {
+            while let Some(&cohort) = self.kinds[kind].front() {
                 if let Some(head) = self.head(cohort.end) {
                     if oldest.is_none_or(|leaf| self.links[head].used < self.links[leaf].used) {
                         oldest = Some(head);
                     }
                     break;
                 }
-                self.classes[class].pop_front();
+                self.kinds[kind].pop_front();
                 self.free.push(cohort.end);
             }
         }
-        oldest.map(id)
+        oldest.map(|head| self.id(head))
     }
 
-    /// Returns the oldest leaf of the cohort that is worth least. If several cohorts are worth the same,
-    /// takes the oldest.
-    pub(super) fn least(&mut self, worth: &[[f64; AGES]; CLASSES], now: Tick) -> Option<NodeId> {
+    /// Returns the oldest leaf of the cohort that is worth least, and what that and the next one are worth.
+    /// `worth` says what a kind of leaf is worth per unit of time at an age. If several cohorts are worth the
+    /// same, takes the oldest.
+    pub(super) fn least(
+        &mut self,
+        worth: impl Fn(usize, usize) -> f64,
+        now: Tick,
+    ) -> Option<(NodeId, Worth)> {
         if now < self.due
-            && let Some(head) = self.choice.and_then(|choice| self.head(choice.end))
+            && let Some((head, worth)) =
+                self.choice.and_then(|choice| Some((self.head(choice.end)?, choice.worth)))
         {
-            return Some(id(head));
+            return Some((self.id(head), worth));
         }
         self.due = Tick::new(now.tokens() + self.ages.unit().div_ceil(4));
         let mut least: Option<(f64, Tick, usize)> = None;
-        for class in 0..CLASSES {
-            self.tidy(class, now);
-            for cohort in &self.classes[class] {
+        let mut next = f64::INFINITY;
+        for kind in 0..self.kinds.len() {
+            self.tidy(kind, now);
+            for cohort in &self.kinds[kind] {
                 let middle = u64::midpoint(cohort.from.tokens(), cohort.to.tokens());
-                let worth = worth[class][self.ages.of(now.since(Tick::new(middle)))];
+                let worth = worth(kind, self.ages.of(now.since(Tick::new(middle))));
                 if least.is_none_or(|least| (worth, cohort.from) < (least.0, least.1)) {
+                    next = least.map_or(f64::INFINITY, |least| least.0);
                     least = Some((worth, cohort.from, cohort.end));
+                } else {
+                    next = next.min(worth);
                 }
             }
         }
-        self.choice = least.map(|(worth, _, end)| Choice { end, worth });
-        self.choice.and_then(|choice| self.head(choice.end)).map(id)
+        let (victim, _, end) = least?;
+        let worth = Worth { victim, least_kept: next };
+        self.choice = Some(Choice { end, worth });
+        self.head(end).map(|head| (self.id(head), worth))
     }
 
     /// Makes the choice again, because what leaves are worth has changed.
@@ -163,54 +180,58 @@ impl Cohorts {
     }
 
     /// Returns the end of the cohort for a leaf used at `used`.
-    fn cohort(&mut self, class: usize, used: Tick, now: Tick) -> usize {
-        let after = self.classes[class].partition_point(|cohort| cohort.from <= used);
+    fn cohort(&mut self, kind: usize, used: Tick, now: Tick) -> usize {
+        let after = self.kinds[kind].partition_point(|cohort| cohort.from <= used);
         let unit = self.ages.unit();
         if let Some(previous) = after.checked_sub(1) {
-            let cohort = &mut self.classes[class][previous];
+            let cohort = &mut self.kinds[kind][previous];
             if used <= cohort.to || used.since(cohort.from) < unit {
                 cohort.to = cohort.to.max(used);
                 return cohort.end;
             }
         }
-        if self.classes[class].len() == COHORTS {
-            self.tidy(class, now);
+        if self.kinds[kind].len() == COHORTS {
+            self.tidy(kind, now);
         }
-        let after = self.classes[class].partition_point(|cohort| cohort.from <= used);
-        if self.classes[class].len() == COHORTS {
+        let after = self.kinds[kind].partition_point(|cohort| cohort.from <= used);
+        if self.kinds[kind].len() == COHORTS {
             // There are still too many cohorts: the leaf joins a neighbour.
-            let cohort = &mut self.classes[class][after.saturating_sub(1)];
+            let cohort = &mut self.kinds[kind][after.saturating_sub(1)];
             cohort.from = cohort.from.min(used);
             cohort.to = cohort.to.max(used);
             return cohort.end;
         }
-        let end = self.free.pop().expect("there are ends for all cohorts of all classes");
-        self.classes[class].insert(after, Cohort { from: used, to: used, end });
+        let end = self.free.pop().expect("there are ends for all cohorts of all kinds");
+        self.kinds[kind].insert(after, Cohort { from: used, to: used, end });
         end
     }
 
-    /// Removes the empty cohorts of a class, and joins cohorts that are close together for their age.
-    fn tidy(&mut self, class: usize, now: Tick) {
+    /// Removes the empty cohorts of a kind, and joins cohorts that are close together for their age.
+    fn tidy(&mut self, kind: usize, now: Tick) {
         let mut kept = 0_usize;
-        for at in 0..self.classes[class].len() {
-            let cohort = self.classes[class][at];
+        for at in 0..self.kinds[kind].len() {
+            let cohort = self.kinds[kind][at];
             if self.head(cohort.end).is_none() {
                 self.free.push(cohort.end);
                 continue;
             }
             if let Some(last) = kept.checked_sub(1) {
-                let older = self.classes[class][last];
+                let older = self.kinds[kind][last];
                 if cohort.to.since(older.from) * 3 <= now.since(cohort.to) {
-                    self.classes[class][last].to = cohort.to;
+                    self.kinds[kind][last].to = cohort.to;
                     self.splice(cohort.end, older.end);
                     self.free.push(cohort.end);
                     continue;
                 }
             }
-            self.classes[class][kept] = cohort;
+            self.kinds[kind][kept] = cohort;
             kept += 1;
         }
-        self.classes[class].truncate(kept);
+        self.kinds[kind].truncate(kept);
+    }
+
+    fn id(&self, link: usize) -> NodeId {
+        NodeId::new(self::link(link - self.ends))
     }
 
     /// Returns the oldest leaf of a list.
@@ -235,8 +256,4 @@ impl Cohorts {
 
 fn link(at: usize) -> u32 {
     u32::try_from(at).expect("node numbers stay within i32, and the ends are few")
-}
-
-fn id(link: usize) -> NodeId {
-    NodeId::new(self::link(link - ENDS))
 }
