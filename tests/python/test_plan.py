@@ -32,6 +32,7 @@ from kvpool.models.model_config import (
     read_model,
 )
 from kvpool.tools.cli import main
+from kvpool.tools.costs import read_cost
 from kvpool.tools.output import bytes_text, exact_bytes_text
 from kvpool.tools.plan.pool_bytes import footprint
 from kvpool.tools.plan.solver import MLA_FORMS, Plan, PlanConfig, make_plan
@@ -725,6 +726,24 @@ def deepseek(tmp_path: Path) -> Path:
 
 def invoke(*arguments: str) -> command_line.Result:
     return command_line.invoke(main, ["plan", *arguments])
+
+
+def test_the_command_fits_the_cost_of_a_prefill(deepseek: Path, tmp_path: Path) -> None:
+    """A token takes 2 us, and 3 ns for each token before it."""
+    table = tmp_path / "measured.csv"
+    table.write_text("before,tokens,seconds\n0,1000,0.0035\n1000,1000,0.0065\n")
+    arguments = (str(deepseek), "--memory", "1GiB", "--context", "512", "--prefills", str(table))
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    cost = read_cost(table)
+    assert f"cost = kvpool.{cost!r}" in result.stdout
+    assert (cost.per_token_s, cost.per_pair_s) == pytest.approx((2e-6, 3e-9))
+    result = invoke(*arguments, "--json")
+    assert json.loads(result.stdout)["prefill_cost"] == dataclasses.asdict(cost)
+    table.write_text("before,tokens\n")
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert "needs the columns before, tokens, seconds" in result.stderr
 
 
 def test_the_command_prints_tables_and_constructors(deepseek: Path) -> None:

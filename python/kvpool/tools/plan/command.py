@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpool.errors import ConfigError
 from kvpool.models.model_config import read_model
+from kvpool.tools.costs import COLUMNS, read_cost
 from kvpool.tools.needs import COMMAND_LINE
 from kvpool.tools.options import Parser, at_least
 from kvpool.tools.output import fail, need, refuse
@@ -119,6 +120,8 @@ def make_parser() -> Parser:
     parser = Parser("kvpool plan", DESCRIPTION)
     add_model_options(parser)
     parser.add_argument("--device", default="cuda", help="device of the pools (default: cuda)")
+    prefills = f"fit the cost of a PrefixCache to measured prefills: CSV with {', '.join(COLUMNS)}"
+    parser.add_argument("--prefills", type=Path, metavar="FILE", help=prefills)
     return parser
 
 
@@ -131,12 +134,14 @@ def run(options: Namespace) -> int:
     except ConfigError as error:
         refuse(str(error))
     try:
+        cost = None if options.prefills is None else read_cost(options.prefills)
         pools, arena = _plans(options.config, config)
     except (ConfigError, OSError) as error:
         fail(str(error))
     if options.json:
         found = {} if pools is None else pools.as_json()
-        sys.stdout.write(json.dumps({**found, "arena": arena and arena.as_json()}) + "\n")
+        fitted = {} if cost is None else {"prefill_cost": asdict(cost)}
+        sys.stdout.write(json.dumps({**found, "arena": arena and arena.as_json(), **fitted}) + "\n")
         return 0
     from kvpool.tools.plan.report import print_arena, print_plan  # noqa: PLC0415 - of an extra
 
@@ -144,6 +149,8 @@ def run(options: Namespace) -> int:
         print_arena(arena)
     if pools is not None:
         print_plan(pools)
+    if cost is not None:
+        sys.stdout.write(f"cost = kvpool.{cost!r}  # of PrefixCache and ArenaPrefixCache\n")
     return 0
 
 
