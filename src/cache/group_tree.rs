@@ -165,7 +165,8 @@ impl fmt::Debug for GroupTree {
 
 impl GroupTree {
     /// Creates an empty tree for the groups of a layout, whose units have these `numbers`. `capacity` is the number of
-    /// tokens that the policy expects to be kept, and `cost` what they are worth by their positions. With `events`, the tree keeps a journal.
+    /// tokens that the policy expects to be kept, and `cost` what they are worth by their positions. With `events`, the
+    /// tree keeps a journal.
     #[must_use]
     pub fn new(
         layout: &CacheLayout,
