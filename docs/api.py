@@ -63,6 +63,7 @@ PAGES = (
             "PrefixCache",
             "PrefillCost",
             "Lease",
+            "Session",
             "Load",
             "Fetch",
             "Published",

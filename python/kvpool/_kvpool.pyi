@@ -106,6 +106,7 @@ __all__ = [
     "Removed",
     "ReqToTokenPool",
     "Segment",
+    "Session",
     "SlabLayout",
     "SlotTree",
     "SlotTreeEviction",
@@ -2567,6 +2568,7 @@ class PrefixCache(Pool):
         *,
         namespace: Namespace = None,
         limit: SupportsIndex | None = None,
+        session: Session | None = None,
         agree: Callable[[int], int] | None = None,
     ) -> Lease:
         """Leases the longest cached prefix, in whole pages. The pages found count as used. A miss is a lease of
@@ -2576,6 +2578,7 @@ class PrefixCache(Pool):
             tokens: Token ids of the prompt.
             namespace: A str, bytes or an int; `None` is a namespace of its own.
             limit: Maximum length in tokens. Engines pass `len(tokens) - 1`: the last token must be computed.
+            session: The session whose next turn this is. The turn ends with the lease.
             agree: For ranks that run one model together, with a store below: a function that gets the tokens which
                 this rank has, on the device and in host memory, and returns the smallest number of all ranks, as an
                 all-reduce does. `loadable` is then what all ranks can load, and host memory keeps it until the lease
@@ -2583,8 +2586,8 @@ class PrefixCache(Pool):
                 Without a store, ranks that make the same calls agree anyway.
 
         Raises:
-            ArgumentError: If a token is outside of [0, 2**31), `limit` is negative, or `agree` returns less than the
-                device has or more than this rank has. What `agree` raises.
+            ArgumentError: If a token is outside of [0, 2**31), `limit` is negative, the session is of another cache,
+                or `agree` returns less than the device has or more than this rank has. What `agree` raises.
             TypeError: If `tokens` are not ints, or `namespace` is of another type.
         """
     def fetch(
@@ -2611,7 +2614,14 @@ class PrefixCache(Pool):
             OutOfMemoryError: If no thread can be started.
             TypeError: As in `match`.
         """
-    def insert(self, tokens: IndicesLike, slots: IndicesLike, *, namespace: Namespace = None) -> Published:
+    def insert(
+        self,
+        tokens: IndicesLike,
+        slots: IndicesLike,
+        *,
+        namespace: Namespace = None,
+        session: Session | None = None,
+    ) -> Published:
         """Adds a prompt: matches it, publishes the rest, and releases the lease. The caller's slots of tokens
         that are cached already are freed.
 
@@ -2619,10 +2629,21 @@ class PrefixCache(Pool):
             tokens: Token ids, from the first on.
             slots: Their slots, which fill pages in order. Those of a partial page at the end stay the caller's.
             namespace: As in `match`.
+            session: As in `match`.
 
         Raises:
             ArgumentError: As in `match` and `Lease.publish`.
             IndexOwnershipError: As in `Lease.publish`.
+        """
+    def session(self, name: Namespace = None) -> Session:
+        """Returns the session with a name, for the turns of one conversation or agent: see `Session`. Sessions with
+        equal names are one.
+
+        Args:
+            name: A str, bytes or an int; `None` makes a session like no other.
+
+        Raises:
+            TypeError: If `name` is of another type.
         """
     def evict(self, tokens: SupportsIndex) -> int:
         """Evicts at least `tokens` tokens, or all that are evictable, and returns how many slots became free.
@@ -2877,6 +2898,38 @@ class Lease:
         """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class Session:
+    """The turns of one conversation or agent, which tell a prefix cache what comes back: the newest turn, after a
+    pause, or nothing. Made by `PrefixCache.session`; pass it to `match` and `insert`.
+
+    Nothing is locked or kept for a session: one that is abandoned costs nothing. What other requests use as well,
+    such as a system prompt, is theirs, too, and no call of a session changes when it is evicted. Contexts that go
+    on side by side, such as those of an agent and its sub-agents, are sessions of their own.
+
+    A turn ends with its lease. If it continues the one before, that stays cached below it. If it does not, because
+    the context was compacted or edited, it supersedes what only this session has used of the turn before behind
+    the tokens that they have in common: that is evicted before anything else. A snapshot of the state at the end of
+    a turn is superseded by the next turn, unless others have used that prefix, too.
+
+    Calls may be made in any order, also while a lease of the session is open. The next `match` of a session takes
+    back `pause` and `end`.
+    """
+
+    @property
+    def name(self) -> Namespace:
+        """The name, as it was passed to `PrefixCache.session`."""
+    def pause(self, kind: str) -> None:
+        """Says that the turn is over, and what the session waits for. The policy "adaptive" learns how long pauses
+        of each kind are, in tokens that are looked up meanwhile, and evicts accordingly.
+
+        Args:
+            kind: A class of tool calls, such as "bash", or "user". 256 kinds are told apart: use no names of
+                single calls.
+        """
+    def end(self) -> None:
+        """Says that the session has ended: what only it has used is evicted first."""
 
 @final
 class Published:

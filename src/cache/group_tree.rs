@@ -290,7 +290,7 @@ impl GroupTree {
     ) -> Result<GroupHold> {
         let Self { tree, groups, page_size, step, blocks, .. } = self;
         let rules = Rules { groups, page_size: *page_size, step: *step };
-        let hold = tree.match_at(namespace, tokens, limit, is_use, |tree, place| {
+        let hold = tree.match_at(None, namespace, tokens, limit, is_use, |tree, place| {
             tree.place_before(place, rules.usable(tree, blocks, place))
         })?;
         let hold = GroupHold { hold, own_end: None, is_for_copy: false };

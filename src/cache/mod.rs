@@ -44,7 +44,9 @@ pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
 pub(crate) use node_arena::NodeArena;
 pub use node_arena::NodeHandle;
-pub use policy::{BlockKey, BlockTokens, History, NodeId, Policy, PolicyKind, Remembered, Tick, Worth};
+pub use policy::{
+    BlockKey, BlockTokens, History, NodeId, Outlook, Policy, PolicyKind, Remembered, Tick, Worth,
+};
 pub use prefill_cost::PrefillCost;
 pub(crate) use rare_cases::fingerprint_mask;
 #[doc(hidden)]
@@ -57,6 +59,6 @@ pub(crate) use tokens::not_a_token_error;
 pub(crate) use tree::Edges;
 pub use tree::{
     AGE_BUCKETS, Cause, Continuation, Evicted, EvictionRecord, FoundPrefix, Hold, LowerTierContents,
-    OfferedPages, OfferedPieces, OfferedState, Pressure, ResumeAt, Segment, SegmentState, Tree, TreeStats,
-    UsedRun, WritePolicy,
+    OfferedPages, OfferedPieces, OfferedState, Pressure, ResumeAt, Segment, SegmentState, SessionId, Tree,
+    TreeStats, UsedRun, WritePolicy,
 };

@@ -101,6 +101,35 @@ impl BlockKey {
     }
 }
 
+/// What is known of the next use of pages, besides their history.
+///
+/// ```
+/// use kvpool::cache::{BlockTokens, Outlook, PolicyKind};
+/// let policy = PolicyKind::Adaptive.policy(1024, BlockTokens::of_page_size(16), None);
+/// assert_eq!(policy.outlook(64), Outlook::Soon);
+/// assert_eq!(policy.outlook(1 << 20), Outlook::Late);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Outlook {
+    /// Nothing.
+    #[default]
+    Unknown,
+    /// They are used again after a pause that is short for the policy.
+    Soon,
+    /// They are used again after a longer pause.
+    Later,
+    /// They are used again after a long pause, if at all.
+    Late,
+    /// They are not used again.
+    Ended,
+}
+
+impl Outlook {
+    /// Every outlook, by number.
+    pub(crate) const ALL: [Self; 5] = [Self::Unknown, Self::Soon, Self::Later, Self::Late, Self::Ended];
+}
+
 /// The history of the pages of one node, which is the same for all of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct History {
@@ -114,19 +143,23 @@ pub struct History {
     /// The priority that a caller has given the pages by retaining them: pages of higher priority are evicted
     /// later. 0 is the default.
     pub priority: u8,
+    /// What is known of their next use, which takes it away.
+    pub outlook: Outlook,
 }
 
 impl History {
     /// Creates the history of new pages. `remembered` is what the policy knows of an earlier stay.
     #[must_use]
     pub const fn of_new(remembered: Remembered, now: Tick) -> Self {
-        Self { published: now, used: now, uses: remembered.uses.saturating_add(1), priority: 0 }
+        let uses = remembered.uses.saturating_add(1);
+        Self { published: now, used: now, uses, priority: 0, outlook: Outlook::Unknown }
     }
 
     /// Counts a use. Call [`Policy::record_use`] first: it needs the history before the use.
     pub const fn touch(&mut self, now: Tick) {
         self.used = now;
         self.uses = self.uses.saturating_add(1);
+        self.outlook = Outlook::Unknown;
     }
 }
 
@@ -217,6 +250,17 @@ pub trait Policy: fmt::Debug + Send {
     /// Records that a request found `tokens` tokens whose history so far is `history`.
     fn record_use(&mut self, history: &History, tokens: u32, now: Tick) {
         let _ = (history, tokens, now);
+    }
+
+    /// Returns the outlook of pages that are usually used again after `pause`, in tokens looked up.
+    fn outlook(&self, pause: u64) -> Outlook {
+        let _ = pause;
+        Outlook::Unknown
+    }
+
+    /// Records that `tokens` tokens whose history so far is `history` have another outlook now.
+    fn record_outlook(&mut self, history: &History, outlook: Outlook, tokens: u32) {
+        let _ = (history, outlook, tokens);
     }
 
     /// Prefetches what is known of the blocks `keys`, which are about to be published. Nothing else depends

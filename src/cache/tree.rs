@@ -12,6 +12,7 @@ mod offers;
 mod pin;
 mod publish;
 mod roots;
+mod sessions;
 mod short_vec;
 mod snapshots;
 mod uses;
@@ -25,7 +26,7 @@ use super::keys::PageHash;
 use super::node_arena::NodeArena;
 use super::rare_cases::{fingerprint_mask, shared_len};
 use super::rolling_hash::{RollingHash, RollingHasher};
-use super::{BlockTokens, History, Namespace, NodeId, Policy, Tick, Tokens};
+use super::{BlockTokens, History, Namespace, NodeId, Outlook, Policy, Tick, Tokens};
 use counts::Counts;
 pub(crate) use edges::Edges;
 use evict::Queues;
@@ -33,6 +34,7 @@ use explain::EvictionLog;
 use keyed_pages::KeyedPages;
 use offers::Offers;
 use roots::{Roots, retain_listed};
+use sessions::Sessions;
 use short_vec::ShortVec;
 use snapshots::Snapshots;
 use uses::Uses;
@@ -43,6 +45,7 @@ pub use explain::{EvictionRecord, Segment, SegmentState};
 pub use hold::Hold;
 pub use offers::{Continuation, LowerTierContents, OfferedPages, OfferedPieces, OfferedState, WritePolicy};
 pub use publish::FoundPrefix;
+pub use sessions::SessionId;
 pub use uses::UsedRun;
 
 /// A run of whole pages that every prompt with these tokens has used as a whole: the prompts differ only
@@ -78,6 +81,8 @@ struct Node {
     is_queued: bool,
     /// The number of pins of prefixes that contain the node.
     pins: u32,
+    /// The session that alone has used the node.
+    user: Option<SessionId>,
     kind: Kind,
 }
 
@@ -106,6 +111,7 @@ impl Node {
             has_snapshot: false,
             is_queued: false,
             pins: 0,
+            user: None,
             kind,
         }
     }
@@ -213,6 +219,7 @@ pub struct Tree {
     offers: Option<Offers>,
     /// The uses that a store below does not know of, if there is one.
     uses: Option<Uses>,
+    sessions: Sessions,
 }
 
 /// Where a request can resume from a cached prefix.
@@ -249,6 +256,7 @@ impl Tree {
             keyed: KeyedPages::default(),
             offers: None,
             uses: None,
+            sessions: Sessions::default(),
         }
     }
 
@@ -288,6 +296,7 @@ impl Tree {
                 + self.queues.bytes()
                 + self.evictions.bytes()
                 + self.keyed.bytes()
+                + self.sessions.bytes()
                 + self.offer_bytes(),
         }
     }
@@ -496,7 +505,7 @@ impl Tree {
             (self.page_size, self.node(lower).heap_capacity(), self.node_mut(lower));
         let tokens = split_front(&mut node.tokens, place.pages * page_size);
         let pages = split_front(&mut node.pages, place.pages);
-        let Node { parent, root, history, pins, .. } = *node;
+        let Node { parent, root, history, pins, user, .. } = *node;
         let (locks, end) = (u32::from(node.locks > 0), narrow(place.len));
         let upper = self.add(Node {
             parent,
@@ -507,6 +516,7 @@ impl Tree {
             end,
             history,
             pins,
+            user,
             ..Node::new(Kind::Run, hash)
         });
         self.counts.heap_capacity = self.counts.heap_capacity - capacity + self.node(lower).heap_capacity();

@@ -64,7 +64,7 @@ pub use mirror::values_now;
 pub use page_pool::{PageConfig, PagePool};
 pub use prefix_cache::{
     CachedSizes, Fetch, FinishedRequests, Lease, Load, LowerStore, LowerTier, PrefixCache, PrefixCacheConfig,
-    PrefixCounts, Publication, Published,
+    PrefixCounts, Publication, Published, Session,
 };
 pub use remote_store::{RemoteStore, StoreCall, StoreCallKind, StoreCallQueue};
 pub use req_to_token_pool::{FreedRows, ReqToTokenConfig, ReqToTokenPool, TableIndex, TableWriters};

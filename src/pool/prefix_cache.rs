@@ -16,20 +16,23 @@ mod publish;
 mod put_queue;
 mod released;
 mod request;
+mod session;
 mod stale;
 mod store_access;
 mod taken_slot;
 mod tier_link;
 
 use std::fmt;
+use std::hash::RandomState;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Device, Error, Id, Result, Slot, check_memory};
 use crate::cache::{
-    AGE_BUCKETS, CacheEvent, Cause, LowerTierContents, Namespace, Pressure, Segment, Tokens, TreeStats,
-    WritePolicy,
+    AGE_BUCKETS, CacheEvent, Cause, Hold, LowerTierContents, Namespace, Pressure, Segment, Tokens, Tree,
+    TreeStats, WritePolicy,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
@@ -50,6 +53,7 @@ pub(super) use lock::FencedLock;
 pub use publish::{Publication, Published};
 pub use request::FinishedRequests;
 pub(super) use request::{LeaseId, LeaseKeeper, LeasedRequest, LeasingRequest};
+pub use session::Session;
 
 /// Cached tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,6 +143,8 @@ impl PrefixCache {
             states,
             config,
             owner,
+            hasher: RandomState::new(),
+            unnamed_sessions: AtomicU64::new(0),
             state: RankedMutex::new(LockRank::Cache, cache),
         });
         let cache_ref = shared.state.lock().cache_ref();
@@ -172,9 +178,21 @@ impl PrefixCache {
         limit: usize,
         stream: Stream,
     ) -> Result<Arc<Lease>> {
+        self.match_with(namespace, tokens, limit, stream, |tree| tree.match_prefix(namespace, tokens, limit))
+    }
+
+    /// Leases what `find` finds.
+    fn match_with(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+        stream: Stream,
+        find: impl FnOnce(&mut Tree) -> Result<Hold>,
+    ) -> Result<Arc<Lease>> {
         let call = self.begin_call(stream);
         let mut cache = call.current();
-        let hold = cache.tree.match_prefix(namespace, tokens, limit)?;
+        let hold = find(&mut cache.tree)?;
         call.copy_offers_to_tier(&mut cache);
         cache.counts.lookups += 1;
         cache.counts.hit_tokens += hold.len();

@@ -283,7 +283,7 @@ mod _kvpool {
     #[pymodule_export]
     use super::page_pool::PagePool;
     #[pymodule_export]
-    use super::prefix_cache::{Lease, PrefixCache, Published};
+    use super::prefix_cache::{Lease, PrefixCache, Published, Session};
     #[pymodule_export]
     use super::prefix_report::{Cleared, Removed, Segment, Stored};
     #[pymodule_export]

@@ -24,6 +24,11 @@ pub(super) fn namespace_to_py<'py>(
 
 /// Converts the argument `namespace`.
 pub(super) fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
+    name_of("namespace", object)
+}
+
+/// Converts a name, the argument `argument`.
+pub(super) fn name_of(argument: &str, object: Option<&Bound<'_, PyAny>>) -> PyResult<Namespace> {
     let Some(object) = object else { return Ok(Namespace::Unnamed) };
     if let Ok(text) = object.cast::<PyString>() {
         return Ok(Namespace::Text(text.to_str()?.to_owned()));
@@ -38,7 +43,7 @@ pub(super) fn namespace_of(object: Option<&Bound<'_, PyAny>>) -> PyResult<Namesp
         };
     }
     let kind = args::kind_of(object);
-    Err(PyTypeError::new_err(format!("namespace must be a str, bytes or an int, not {kind}")))
+    Err(PyTypeError::new_err(format!("{argument} must be a str, bytes or an int, not {kind}")))
 }
 
 /// Computes BLAKE3 of the concatenation of `parts`.

@@ -1,6 +1,7 @@
 //! `kvpool.PrefixCache`.
 
 mod lease;
+mod session;
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -12,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::base::{Device, Error};
-use crate::cache::PolicyKind;
+use crate::cache::{Namespace, PolicyKind, Tokens};
 use crate::index::CallGuard;
 use crate::memory::{Region, Stream};
 use crate::pool::{
@@ -27,7 +28,7 @@ use super::fetch::{Fetch, PoolFetch};
 use super::framework::current_stream;
 use super::gdn_pool::GdnPool;
 use super::host_tier::HostTier;
-use super::page_keys::{digest, namespace_of};
+use super::page_keys::{digest, name_of, namespace_of};
 use super::pool_name::PoolName;
 use super::prefix_report::{Segment, event_to_py};
 use super::store_arg::lower_store;
@@ -36,6 +37,7 @@ use super::tokens::with_tokens;
 use super::{logging, wait_polling};
 
 pub(super) use lease::{Lease, Published};
+pub(super) use session::Session;
 
 /// Keeps the K and V of prompts and answers by their tokens, so that a request that begins like an earlier one
 /// does not compute them again.
@@ -154,6 +156,23 @@ impl PrefixCache {
     fn lease(slf: &Bound<'_, Self>, lease: Arc<PoolLease>) -> Lease {
         Lease { lease, cache: slf.clone().unbind() }
     }
+
+    /// Leases a prefix, in a session or in none.
+    fn match_with(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+        session: Option<&Session>,
+        stream: Stream,
+    ) -> crate::base::Result<Arc<PoolLease>> {
+        match session {
+            None => self.cache.match_prefix(namespace, tokens, limit, stream),
+            Some(Session { session, .. }) => {
+                self.cache.match_in_session(session, namespace, tokens, limit, stream)
+            }
+        }
+    }
 }
 
 #[pymethods]
@@ -204,6 +223,7 @@ impl PrefixCache {
     ///     tokens: Token ids of the prompt.
     ///     namespace: A str, bytes or an int; `None` is a namespace of its own.
     ///     limit: Maximum length in tokens. Engines pass `len(tokens) - 1`: the last token must be computed.
+    ///     session: The session whose next turn this is. The turn ends with the lease.
     ///     agree: For ranks that run one model together, with a store below: a function that gets the tokens which
     ///         this rank has, on the device and in host memory, and returns the smallest number of all ranks, as an
     ///         all-reduce does. `loadable` is then what all ranks can load, and host memory keeps it until the lease
@@ -211,15 +231,16 @@ impl PrefixCache {
     ///         Without a store, ranks that make the same calls agree anyway.
     ///
     /// Raises:
-    ///     ArgumentError: If a token is outside of [0, 2**31), `limit` is negative, or `agree` returns less than the
-    ///         device has or more than this rank has. What `agree` raises.
+    ///     ArgumentError: If a token is outside of [0, 2**31), `limit` is negative, the session is of another cache,
+    ///         or `agree` returns less than the device has or more than this rank has. What `agree` raises.
     ///     TypeError: If `tokens` are not ints, or `namespace` is of another type.
-    #[pyo3(signature = (tokens, *, namespace=None, limit=None, agree=None))]
+    #[pyo3(signature = (tokens, *, namespace=None, limit=None, session=None, agree=None))]
     fn r#match(
         slf: &Bound<'_, Self>,
         tokens: &Bound<'_, PyAny>,
         namespace: Option<&Bound<'_, PyAny>>,
         limit: Option<&Bound<'_, PyAny>>,
+        session: Option<&Session>,
         agree: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Lease> {
         let (this, py) = (slf.get(), slf.py());
@@ -227,7 +248,7 @@ impl PrefixCache {
         let limit = limit.map_or(Ok(usize::MAX), |limit| args::count("limit", limit))?;
         let stream = this.stream(py)?;
         let lease =
-            with_tokens(tokens, |tokens| Ok(this.cache.match_prefix(&namespace, tokens, limit, stream)?))?;
+            with_tokens(tokens, |tokens| Ok(this.match_with(&namespace, tokens, limit, session, stream)?))?;
         if let Some(agree) = agree {
             let mut raised = None;
             let agreed = lease.agree(|have| {
@@ -281,16 +302,18 @@ impl PrefixCache {
     ///     tokens: Token ids, from the first on.
     ///     slots: Their slots, which fill pages in order. Those of a partial page at the end stay the caller's.
     ///     namespace: As in `match`.
+    ///     session: As in `match`.
     ///
     /// Raises:
     ///     ArgumentError: As in `match` and `Lease.publish`.
     ///     IndexOwnershipError: As in `Lease.publish`.
-    #[pyo3(signature = (tokens, slots, *, namespace=None))]
+    #[pyo3(signature = (tokens, slots, *, namespace=None, session=None))]
     fn insert(
         slf: &Bound<'_, Self>,
         tokens: &Bound<'_, PyAny>,
         slots: &Bound<'_, PyAny>,
         namespace: Option<&Bound<'_, PyAny>>,
+        session: Option<&Session>,
     ) -> PyResult<Published> {
         let (this, py) = (slf.get(), slf.py());
         let namespace = namespace_of(namespace)?;
@@ -298,13 +321,27 @@ impl PrefixCache {
         let _acting = this.begin(py)?;
         let stream = this.stream(py)?;
         let (lease, published) = with_tokens(tokens, |tokens| {
-            let lease = this.cache.match_prefix(&namespace, tokens, 0, stream)?;
+            let lease = this.match_with(&namespace, tokens, 0, session, stream)?;
             let published =
                 lease.publish(&Publication { tokens, slots: Some(&slots), state: None }, stream)?;
             Ok((lease, published))
         })?;
         lease.release(stream);
         Ok(this.published(published))
+    }
+
+    /// Returns the session with a name, for the turns of one conversation or agent: see `Session`. Sessions with
+    /// equal names are one.
+    ///
+    /// Args:
+    ///     name: A str, bytes or an int; `None` makes a session like no other.
+    ///
+    /// Raises:
+    ///     TypeError: If `name` is of another type.
+    #[pyo3(signature = (name=None))]
+    fn session(slf: &Bound<'_, Self>, name: Option<&Bound<'_, PyAny>>) -> PyResult<Session> {
+        let session = slf.get().cache.session(name_of("name", name)?);
+        Ok(Session { session, cache: slf.clone().unbind() })
     }
 
     /// Evicts at least `tokens` tokens, or all that are evictable, and returns how many slots became free.

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use kvpool::base::{Id, Page, widen};
 use kvpool::cache::{
-    BlockKey, BlockTokens, Cause, History, Namespace, NodeId, Policy, PolicyKind, Pressure, ResumeAt, Tick,
-    Tree,
+    BlockKey, BlockTokens, Cause, History, Namespace, NodeId, Outlook, Policy, PolicyKind, Pressure,
+    ResumeAt, Tick, Tree,
 };
 use proptest::prelude::*;
 
@@ -14,7 +14,13 @@ use proptest::prelude::*;
 const BLOCK: u32 = 64;
 
 fn history(published: u64, last: u64, uses: u32, priority: u8) -> History {
-    History { published: Tick::new(published), used: Tick::new(last), uses, priority }
+    History {
+        published: Tick::new(published),
+        used: Tick::new(last),
+        uses,
+        priority,
+        outlook: Outlook::Unknown,
+    }
 }
 
 /// The order in which a policy evicts leaves numbered from 0.

@@ -2,11 +2,12 @@
 //! and then published again.
 //!
 //! A *lifetime* of a block is the time from one use to the next. Lifetimes are counted by the class of the
-//! block (how often it was used) and by their length, whether the block was still cached at the next use or
-//! only remembered ([`Ghosts`]). From these counts follows the *worth* of a block of a class and age: the
-//! most hits per unit of time that keeping it any longer can bring ([`Lifetimes`]), times what a hit saves at
-//! its position ([`Levels`]). Leaves are grouped into cohorts of the same class, level and about the same age
-//! ([`Cohorts`]). The oldest leaf of the cohort that is worth least is evicted.
+//! block (what is known of its next use, or how often it was used) and by their length, whether the block was
+//! still cached at the next use or only remembered ([`Ghosts`]). From these counts follows the *worth* of a
+//! block of a class and age: the most hits per unit of time that keeping it any longer can bring
+//! ([`Lifetimes`]), times what a hit saves at its position ([`Levels`]). Leaves are grouped into cohorts of the
+//! same class, level and about the same age ([`Cohorts`]). The oldest leaf of the cohort that is worth least is
+//! evicted.
 //!
 //! At the same time the policy estimates what least-recently-used eviction would have found ([`Recency`]).
 //! While the cache finds less than that, apart from a small allowance, and until the policy has learned
@@ -18,7 +19,7 @@
 //!
 //! *Cost.* Each call takes constant time, except that learning takes some microseconds whenever an eighth of
 //! the capacity was looked up. Memory: 16 bytes for each node number, 2 bytes for each token of the capacity
-//! (16 remembered blocks of 8 bytes for each block), and some 30 KiB; with a cost, 100 KiB.
+//! (16 remembered blocks of 8 bytes for each block), and some 40 KiB; with a cost, 130 KiB.
 
 mod ages;
 mod cohorts;
@@ -29,7 +30,7 @@ mod recency;
 
 use std::ops::Range;
 
-use super::{BlockKey, BlockTokens, History, NodeId, Policy, Remembered, Tick, Worth};
+use super::{BlockKey, BlockTokens, History, NodeId, Outlook, Policy, Remembered, Tick, Worth};
 use crate::cache::PrefillCost;
 use ages::Ages;
 use cohorts::Cohorts;
@@ -38,12 +39,28 @@ use levels::Levels;
 use lifetimes::{Lifetimes, real};
 use recency::Recency;
 
-/// The number of classes of blocks, by the number of uses: 1, 2, 3 to 4, 5 to 8, and so on.
-const CLASSES: usize = 8;
+/// The number of classes of blocks of which nothing is known but the number of their uses: 1, 2, 3 to 4, 5 to 8, and
+/// so on.
+const USES: usize = 8;
 
-/// Returns the class of a block that was used `uses` times.
-fn class(uses: u32) -> usize {
-    (uses.max(1).next_power_of_two().trailing_zeros() as usize).min(CLASSES - 1)
+/// The number of classes of blocks. An outlook says more of the next use than the uses before, and is a class of its
+/// own.
+const CLASSES: usize = USES + 3;
+
+/// Returns the class of a block that was used `uses` times; `None` if it is not used again.
+fn class(uses: u32, outlook: Outlook) -> Option<usize> {
+    match outlook {
+        Outlook::Unknown => Some(class_of_used(uses)),
+        Outlook::Soon => Some(USES),
+        Outlook::Later => Some(USES + 1),
+        Outlook::Late => Some(USES + 2),
+        Outlook::Ended => None,
+    }
+}
+
+/// Returns the class of a block that was used `uses` times, of whose next use nothing is known.
+fn class_of_used(uses: u32) -> usize {
+    (uses.max(1).next_power_of_two().trailing_zeros() as usize).min(USES - 1)
 }
 
 /// Returns the worth of the leaves of a kind, which is a level and a class, at an age.
@@ -82,11 +99,20 @@ impl Adaptive {
             block_tokens: block_tokens.get(),
         }
     }
+
+    /// Ends the lifetime of `tokens` tokens that are used again.
+    fn end_lifetime(&mut self, before: Ghost, tokens: u32, now: Tick) {
+        if let Some(class) = class(before.uses, before.outlook) {
+            self.lifetimes.end(class, self.ages.of(now.since(before.used)), tokens);
+        }
+    }
 }
 
 impl Policy for Adaptive {
     fn insert(&mut self, leaf: NodeId, positions: Range<u32>, history: &History, now: Tick) {
-        let kind = self.levels.of(positions) * CLASSES + class(history.uses);
+        let class =
+            class(history.uses, history.outlook).expect("the tree has ended leaves in a queue of its own");
+        let kind = self.levels.of(positions) * CLASSES + class;
         let worth = worth(&self.levels, &self.lifetimes)(kind, self.ages.of(now.since(history.used)));
         self.cohorts.insert(leaf, kind, history.used, worth, now);
     }
@@ -127,9 +153,18 @@ impl Policy for Adaptive {
     }
 
     fn record_use(&mut self, history: &History, tokens: u32, now: Tick) {
-        self.lifetimes.end(class(history.uses), self.ages.of(now.since(history.used)), tokens);
-        self.lifetimes.begin(class(history.uses.saturating_add(1)), tokens, now);
+        self.end_lifetime(Ghost::of(history), tokens, now);
+        self.lifetimes.begin(class_of_used(history.uses.saturating_add(1)), tokens, now);
         self.recency.record_found(history.used, tokens, now);
+    }
+
+    fn outlook(&self, pause: u64) -> Outlook {
+        self.ages.outlook(pause)
+    }
+
+    fn record_outlook(&mut self, history: &History, outlook: Outlook, tokens: u32) {
+        let from_to = [history.outlook, outlook].map(|outlook| class(history.uses, outlook));
+        self.lifetimes.reclass(from_to, history.used, tokens);
     }
 
     fn fetch(&self, keys: &mut dyn Iterator<Item = BlockKey>) {
@@ -139,12 +174,12 @@ impl Policy for Adaptive {
     fn record_publication(&mut self, key: BlockKey, tokens: u32, now: Tick) -> Remembered {
         let block = self.block_tokens;
         let Some(ghost) = self.ghosts.take(key, now) else {
-            self.lifetimes.begin(class(1), block, now);
+            self.lifetimes.begin(class_of_used(1), block, now);
             self.recency.add(tokens, now);
             return Remembered::default();
         };
-        self.lifetimes.end(class(ghost.uses), self.ages.of(now.since(ghost.used)), block);
-        self.lifetimes.begin(class(ghost.uses.saturating_add(1)), block, now);
+        self.end_lifetime(ghost, block, now);
+        self.lifetimes.begin(class_of_used(ghost.uses.saturating_add(1)), block, now);
         self.recency.record_missed(ghost.used, tokens, now);
         Remembered { uses: ghost.uses }
     }
@@ -155,6 +190,6 @@ impl Policy for Adaptive {
     }
 
     fn record_eviction(&mut self, key: BlockKey, history: &History, now: Tick) {
-        self.ghosts.put(key, Ghost { used: history.used, uses: history.uses }, now);
+        self.ghosts.put(key, Ghost::of(history), now);
     }
 }

@@ -6,7 +6,9 @@ use crate::base::{Page, StateSlot, check_memory, widen};
 
 use super::cause::{Cause, Pressure, Reason};
 use super::roots::retain_listed;
-use super::{Kind, Namespace, Node, NodeId, PageHash, Policy, RollingHash, ShortVec, Tick, Tree, is_below};
+use super::{
+    Kind, Namespace, Node, NodeId, Outlook, PageHash, Policy, RollingHash, ShortVec, Tick, Tree, is_below,
+};
 
 /// The number of entries in the histogram of ages: one for each power of two of tokens.
 pub const AGE_BUCKETS: usize = 40;
@@ -36,6 +38,9 @@ impl Default for Evicted {
 #[derive(Debug)]
 pub(super) struct Queues {
     pub(super) policy: Box<dyn Policy>,
+    /// The leaves that will not be used again, which are evicted before those of the policy: the least recently used
+    /// first.
+    ended: BTreeSet<(Tick, NodeId)>,
     /// The leaves with a priority, which are evicted only when the policy has none: the lowest priority
     /// first, then the least recently used.
     retained: BTreeSet<(u8, Tick, NodeId)>,
@@ -46,11 +51,13 @@ pub(super) struct Queues {
 
 impl Queues {
     pub(super) fn new(policy: Box<dyn Policy>) -> Self {
-        Self { policy, retained: BTreeSet::new(), upcoming: VecDeque::new() }
+        Self { policy, ended: BTreeSet::new(), retained: BTreeSet::new(), upcoming: VecDeque::new() }
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.policy.bytes() + self.retained.len() * size_of::<(u8, Tick, NodeId)>()
+        self.policy.bytes()
+            + self.ended.len() * size_of::<(Tick, NodeId)>()
+            + self.retained.len() * size_of::<(u8, Tick, NodeId)>()
     }
 }
 
@@ -76,10 +83,12 @@ impl Tree {
         }
         while evicted.pages.len() < pages {
             let now = self.now;
-            let retained = |queues: &Queues| queues.retained.first().map(|&(.., leaf)| leaf);
-            let of_policy = self.queues.policy.victim(now);
-            let Some(leaf) = of_policy.or_else(|| retained(&self.queues)) else { break };
-            // Retained leaves are not in the policy, which cannot guess what follows them.
+            let Queues { policy, ended, retained, .. } = &mut self.queues;
+            let ended = ended.first().map(|&(.., leaf)| leaf);
+            let of_policy = if ended.is_none() { policy.victim(now) } else { None };
+            let retained = || retained.first().map(|&(.., leaf)| leaf);
+            let Some(leaf) = ended.or(of_policy).or_else(retained) else { break };
+            // The policy cannot guess what follows a leaf that it does not have.
             if of_policy.is_some() {
                 self.fetch_after(leaf);
             }
@@ -192,6 +201,7 @@ impl Tree {
     /// Removes a leaf without locks.
     pub(super) fn remove(&mut self, leaf: NodeId, evicted: &mut Evicted) {
         self.unqueue(leaf);
+        self.move_tail_up(leaf);
         self.unlink(leaf);
         self.drop_snapshot(leaf, evicted);
         let is_pinned = self.is_pinned(leaf);
@@ -289,6 +299,8 @@ impl Tree {
         here.is_queued = true;
         if history.priority > 0 {
             self.queues.retained.insert((history.priority, history.used, id));
+        } else if history.outlook == Outlook::Ended {
+            self.queues.ended.insert((history.used, id));
         } else {
             self.queues.policy.insert(id, positions, &history, now);
         }
@@ -303,6 +315,8 @@ impl Tree {
         }
         if history.priority > 0 {
             self.queues.retained.remove(&(history.priority, history.used, id));
+        } else if history.outlook == Outlook::Ended {
+            self.queues.ended.remove(&(history.used, id));
         } else {
             self.queues.policy.remove(id);
         }

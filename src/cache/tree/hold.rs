@@ -4,7 +4,7 @@ use crate::base::{Page, Result, try_collect_each, try_push, try_with_capacity, w
 use crate::index::PageList;
 
 use super::evict::Evicted;
-use super::{Kind, Namespace, NodeId, Tick, Tokens, Tree, TreePosition, narrow};
+use super::{Kind, Namespace, NodeId, SessionId, Tick, Tokens, Tree, TreePosition, narrow};
 
 /// A lock of a prefix: until [`Tree::release`] the prefix is not evicted.
 ///
@@ -23,6 +23,8 @@ pub struct Hold {
     pub(super) prompt_len: usize,
     /// The node of the last snapshot that was made through this hold after the tokens of the prompt.
     pub(super) own_snapshot: Option<NodeId>,
+    /// The session whose turn it is.
+    pub(super) session: Option<SessionId>,
 }
 
 impl Hold {
@@ -53,13 +55,30 @@ impl Tree {
     /// # Errors
     /// Returns an error if a token cannot be read or is not a token id. Nothing is changed then.
     pub fn match_prefix(&mut self, namespace: &Namespace, tokens: &dyn Tokens, limit: usize) -> Result<Hold> {
-        self.match_at(namespace, tokens, limit, true, Self::usable_place)
+        self.match_at(None, namespace, tokens, limit, true, Self::usable_place)
+    }
+
+    /// Works like [`Tree::match_prefix`], for a turn of a session, which ends with the hold.
+    ///
+    /// # Errors
+    /// See [`Tree::match_prefix`].
+    pub fn match_in_session(
+        &mut self,
+        session: SessionId,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+    ) -> Result<Hold> {
+        let hold = self.match_at(Some(session), namespace, tokens, limit, true, Self::usable_place)?;
+        self.sessions.begin_turn(session, self.now);
+        Ok(hold)
     }
 
     /// Works like [`Tree::match_prefix`]. The prefix ends at the place that `usable` returns, which is at or before
     /// the place where the cached tokens end. It counts as used if that `is_use`.
     pub(in crate::cache) fn match_at(
         &mut self,
+        session: Option<SessionId>,
         namespace: &Namespace,
         tokens: &dyn Tokens,
         limit: usize,
@@ -84,12 +103,12 @@ impl Tree {
         };
         self.lock(node, is_use);
         if is_use {
-            self.touch(node, None);
+            self.touch(node, None, session);
             self.keep_use(node);
         }
         let found = place.map_or(0, |place| place.len);
         let (len, prompt_len) = (widen(self.node(node).end), tokens.count());
-        Ok(Hold { node, len, found, is_author: false, prompt_len, own_snapshot: None })
+        Ok(Hold { node, len, found, is_author: false, prompt_len, own_snapshot: None, session })
     }
 
     /// Returns the page before a place, unless it is the beginning.
@@ -166,7 +185,8 @@ impl Tree {
         let node = self.split_node(self.place_on_path(hold.node, len));
         self.lock(node, true);
         let found = if len < hold.len { len } else { hold.found };
-        Hold { node, len, found, is_author: false, prompt_len: hold.prompt_len, own_snapshot: None }
+        let (prompt_len, session) = (hold.prompt_len, hold.session);
+        Hold { node, len, found, is_author: false, prompt_len, own_snapshot: None, session }
     }
 
     /// Creates another hold of the same prefix.
@@ -179,12 +199,15 @@ impl Tree {
     pub fn hold_for_copy(&mut self, hold: &Hold) -> Hold {
         self.lock(hold.node, false);
         let Hold { node, len, found, prompt_len, .. } = *hold;
-        Hold { node, len, found, is_author: false, prompt_len, own_snapshot: None }
+        Hold { node, len, found, is_author: false, prompt_len, own_snapshot: None, session: None }
     }
 
-    /// Ends a use of a prefix. Returns the pages and snapshots that were detached and had no other use.
+    /// Ends a use of a prefix, and with it the turn of its session. Returns the pages and snapshots that were detached and had no other use.
     #[expect(clippy::needless_pass_by_value, reason = "a hold ends here")]
     pub fn release(&mut self, hold: Hold) -> Evicted {
+        if let Some(session) = hold.session {
+            self.end_turn(session, hold.node);
+        }
         self.unlock(hold.node);
         self.prune(hold.node)
     }
@@ -279,16 +302,18 @@ impl Tree {
         hold.len = widen(self.node(node).end);
     }
 
-    /// Records a use of the nodes on the path to `node`; only of those after `previous`, if it is given. The
-    /// node has a lock.
-    pub(super) fn touch(&mut self, node: NodeId, previous: Option<NodeId>) {
+    /// Records a use of the nodes on the path to `node`, by a session or none; only of those after `previous`,
+    /// if it is given. The node has a lock.
+    pub(super) fn touch(&mut self, node: NodeId, previous: Option<NodeId>, session: Option<SessionId>) {
         let now = self.now;
         let path: Vec<_> = self.path(node).take_while(|&id| previous != Some(id)).collect();
         for id in path.into_iter().rev() {
             let here = self.node(id);
             let (history, tokens) = (here.history, narrow(here.tokens.len()));
             self.queues.policy.record_use(&history, tokens, now);
-            self.node_mut(id).history.touch(now);
+            let here = self.node_mut(id);
+            here.history.touch(now);
+            here.user = here.user.filter(|&user| session == Some(user));
             self.offer_used(id);
         }
     }

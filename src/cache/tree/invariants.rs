@@ -26,7 +26,7 @@ impl Tree {
             if is_found && !listed.contains(&(self.node(id).root, id)) {
                 return Some(format!("{id:?} is not listed with its namespace"));
             }
-            self.broken_state(id).or_else(|| self.broken_contents(id))
+            self.broken_state(id).or_else(|| self.broken_contents(id)).or_else(|| self.broken_user(id))
         };
         let mut runs = ids.iter().copied().filter(is_run);
         (runs.find_map(broken_run))

@@ -36,7 +36,10 @@ impl Tree {
     /// Locks a prefix until [`Tree::unpin`].
     pub fn pin(&mut self, hold: &Hold) -> Hold {
         self.change_path(hold.node, |tree, id| tree.node_mut(id).pins += 1);
-        self.hold_again(hold)
+        let mut hold = self.hold_again(hold);
+        // A pin is no turn.
+        hold.session = None;
+        hold
     }
 
     /// Ends [`Tree::pin`].

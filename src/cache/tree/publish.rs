@@ -112,7 +112,7 @@ impl Tree {
         if !found.is_empty() {
             let previous = hold.node;
             self.move_hold(hold, at);
-            self.touch(at, Some(previous));
+            self.touch(at, Some(previous), hold.session);
         }
         self.record_stored(at, &tokens, pages);
         let segments = self.segments(at, &tokens);
@@ -132,6 +132,7 @@ impl Tree {
                 self.grow(at, &part_tokens, part, hash);
             } else {
                 at = self.add_below(at, part_tokens, part, history, hash);
+                self.node_mut(at).user = hold.session;
             }
             self.offer_published(at, first..first + count);
             is_author = true;

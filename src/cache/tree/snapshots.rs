@@ -123,7 +123,7 @@ impl Snapshots {
     }
 
     /// Makes the snapshot at `node` superseded, so that it is evicted before others, if no lease ends there.
-    fn supersede(&mut self, node: NodeId) {
+    pub(super) fn supersede(&mut self, node: NodeId) {
         if let Some(snapshot) = self.by_node.get_mut(&node).filter(|snapshot| snapshot.is_unused) {
             self.superseded += usize::from(snapshot.rank != SnapshotRank::Superseded);
             snapshot.rank = SnapshotRank::Superseded;

@@ -338,6 +338,9 @@ ENTRIES: dict[str, Entry] = {
     "PrefixCache.explain": Entry(lambda w: w.cache.explain([7, 8, 9]), WORKS),
     "PrefixCache.events": Entry(lambda w: w.cache.events(), WORKS),
     "PrefixCache.verify": Entry(lambda w: w.cache.verify(), WORKS),
+    "PrefixCache.session": Entry(lambda w: w.cache.session(), WORKS),
+    "Session.pause": Entry(lambda w: w.cache.session("a").pause("user"), WORKS),
+    "Session.end": Entry(lambda w: w.cache.session().end(), WORKS),
     # SlotTree: the same.
     "SlotTree()": Entry(lambda w: w.spare.append(_kvpool.SlotTree(w.allocator)), WORKS),
     "SlotTree.match": Entry(lambda w: w.tree.match([7]), WORKS, lambda _, match: match.length == 1),
@@ -578,6 +581,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "PagePool": lambda w: w.pages,
     "Pool": lambda w: w.allocator,
     "PrefixCache": lambda w: w.cache,
+    "Session": lambda w: w.cache.session(),
     "SlotTree": lambda w: w.tree,
     "Published": lambda w: w.published,
     "ReqToTokenPool": lambda w: w.table,

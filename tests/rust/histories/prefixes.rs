@@ -1,5 +1,5 @@
 //! The prefix cache on an allocator: a naive dictionary of prefixes, with the leases and pins that hold them,
-//! and with snapshots of states.
+//! with snapshots of states, and with sessions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hasher};
@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpool::base::{DType, ErrorKind, IndexVec, StateSlot};
-use kvpool::cache::{CacheEvent, Namespace, PageHash, PolicyKind, Segment, SegmentState};
+use kvpool::cache::{CacheEvent, Namespace, PageHash, PolicyKind, Segment, SegmentState, Tokens};
 use kvpool::index::IndexState;
 use kvpool::kernels::Indices;
 use kvpool::memory::Region;
 use kvpool::pool::{
-    AllocatorConfig, GdnConfig, GdnPool, Lease, Pool, PrefixCache, PrefixCacheConfig, Publication,
+    AllocatorConfig, GdnConfig, GdnPool, Lease, Pool, PrefixCache, PrefixCacheConfig, Publication, Session,
     TokenToKvPoolAllocator,
 };
 
@@ -20,6 +20,7 @@ use super::slots::Fences;
 use super::{Refusal, STREAM, Source, Verdict, agree, contents, ensure, host, int, ints_of, refused, size};
 
 const NAMESPACES: i64 = 2;
+const SESSIONS: usize = 3;
 /// Longer than any history.
 const LONG: Duration = Duration::from_secs(1 << 20);
 
@@ -41,6 +42,23 @@ struct HeldLease {
     asked: usize,
     /// The last snapshot after these tokens.
     passing: Option<Key>,
+    /// The session whose turn it is.
+    session: Option<usize>,
+}
+
+/// What a session has said last.
+#[derive(Clone, Copy, PartialEq)]
+enum Said {
+    Nothing,
+    Pause,
+    End,
+}
+
+/// A session, and the end of its last turn.
+struct Talk {
+    session: Session,
+    said: Said,
+    tail: Option<Key>,
 }
 
 /// The last page of a cached prefix.
@@ -51,6 +69,10 @@ struct Page {
     used: usize,
     /// 0, or one more than what a pin without a time asked for.
     priority: u8,
+    /// The session that alone has used it.
+    user: Option<usize>,
+    /// Whether it is evicted first.
+    is_ended: bool,
 }
 
 struct Prefixes {
@@ -61,6 +83,7 @@ struct Prefixes {
     max_pinned: f64,
     cached: BTreeMap<Key, Page>,
     held: Vec<HeldLease>,
+    talks: Vec<Talk>,
     /// Namespaces and prefixes that are pinned for a time.
     pinned: Vec<(usize, Key)>,
     /// Prefixes with a snapshot, and its track slot.
@@ -101,9 +124,15 @@ pub(super) fn run(source: &mut Source<'_>) {
         events: Some(digest),
     };
     let states = source.rarely(3).then(|| states(source.below(5)));
+    let cache =
+        PrefixCache::new(config, Arc::clone(&allocator), states.clone(), None).expect("a valid config");
+    let talk =
+        |name| Talk { session: cache.session(Namespace::Number(int(name))), said: Said::Nothing, tail: None };
+    // Sessions also decide about snapshots, which is not followed here.
+    let talks = if states.is_none() { (0..SESSIONS).map(talk).collect() } else { Vec::new() };
     let mut prefixes = Prefixes {
-        cache: PrefixCache::new(config, Arc::clone(&allocator), states.clone(), None)
-            .expect("a valid config"),
+        cache,
+        talks,
         allocator,
         states,
         page_size,
@@ -177,7 +206,7 @@ fn tokens(source: &mut Source<'_>, most: usize) -> Vec<i32> {
 
 impl Prefixes {
     fn step(&mut self, source: &mut Source<'_>) {
-        match source.below(34) {
+        match source.below(36) {
             0..=6 => self.match_prefix(source),
             7..=14 => self.publish(source),
             15..=19 => self.release(source),
@@ -189,6 +218,7 @@ impl Prefixes {
             30 => self.pin(source),
             31 => self.restore(source),
             32 => self.pass_a_fence(source),
+            33..=34 => self.talk(source),
             _ if source.rarely(8) => self.clear_allocator(),
             _ => drop(self.take(source.below(3))),
         }
@@ -235,12 +265,14 @@ impl Prefixes {
         known.last().map_or(0, |(_, prefix)| prefix.len())
     }
 
-    /// Notes a use of the prefixes of `end` longer than `from`.
-    fn touch(&mut self, end: &Key, from: usize) {
+    /// Notes a use of the prefixes of `end` longer than `from`, by a session or none.
+    fn touch(&mut self, end: &Key, from: usize, session: Option<usize>) {
         for key in
             self.prefixes_of(end.0, &end.1).filter(|(_, prefix)| prefix.len() > from).collect::<Vec<_>>()
         {
-            self.cached.get_mut(&key).expect("cached").used = self.now;
+            let page = self.cached.get_mut(&key).expect("cached");
+            let user = page.user.filter(|&user| session == Some(user));
+            *page = Page { used: self.now, user, is_ended: false, ..*page };
         }
     }
 
@@ -256,10 +288,14 @@ impl Prefixes {
             self.usable(generation, &prompt)
         );
         let wide: Vec<i64> = prompt.iter().copied().map(i64::from).collect();
-        let lease = if source.flip() {
-            self.cache.match_prefix(&namespace, &wide.as_slice(), limit, STREAM)
-        } else {
-            self.cache.match_prefix(&namespace, &prompt.as_slice(), limit, STREAM)
+        let tokens: &dyn Tokens = if source.flip() { &wide.as_slice() } else { &prompt.as_slice() };
+        let session = (!self.talks.is_empty() && source.flip()).then(|| source.below(SESSIONS));
+        let lease = match session.map(|session| &mut self.talks[session]) {
+            None => self.cache.match_prefix(&namespace, tokens, limit, STREAM),
+            Some(Talk { session, said, .. }) => {
+                *said = Said::Nothing;
+                self.cache.match_in_session(session, &namespace, tokens, limit, STREAM)
+            }
         };
         let lease = lease.expect("valid tokens");
         assert_eq!(lease.len().expect("a new lease"), usable);
@@ -267,9 +303,9 @@ impl Prefixes {
         self.now += prompt.len().max(1);
         self.explain(name, &prompt);
         let end = (generation, prompt[..usable].to_vec());
-        self.touch(&end, 0);
+        self.touch(&end, 0, session);
         self.note_resumed(&end);
-        self.held.push(HeldLease { lease, name, end, asked: prompt.len(), passing: None });
+        self.held.push(HeldLease { lease, name, end, asked: prompt.len(), passing: None, session });
         if self.held.len() > 6 {
             self.release(source);
         }
@@ -308,18 +344,94 @@ impl Prefixes {
     fn record_evicted(&mut self, count: usize) {
         let gone: Vec<Key> = self.cached.keys().filter(|key| !self.is_cached(key)).cloned().collect();
         assert_eq!(gone.len(), count, "evicted {gone:?}");
-        let mut highest = 0;
+        let (mut highest, mut is_all_ended, mut parents) = (0, true, BTreeSet::new());
         for key in gone {
             assert!(!self.is_locked(&key), "{key:?} was leased");
-            highest = self.cached.remove(&key).map_or(highest, |page| page.priority.max(highest));
+            let page = self.cached.remove(&key).expect("it was cached");
+            highest = page.priority.max(highest);
+            is_all_ended &= page.is_ended && page.priority == 0;
+            parents.insert(self.before(&key));
         }
+        let inner: BTreeSet<Key> = self.cached.keys().map(|key| self.before(key)).collect();
+        for (key, page) in self.cached.iter().filter(|(_, page)| page.is_ended && page.priority == 0) {
+            // One whose last continuation was evicted is the next to go.
+            let is_first = !inner.contains(key) && !self.is_locked(key) && !parents.contains(key);
+            assert!(is_all_ended || !is_first, "{key:?} of an ended session stays: {}", page.number);
+        }
+        self.move_tails();
         self.snapshots.retain(|key, _| self.cached.contains_key(key));
         for (key, page) in &self.cached {
             // The rest is closed: a prefix goes after what hangs on it.
-            let parent = (key.0, key.1[..key.1.len() - self.page_size].to_vec());
+            let parent = self.before(key);
             assert!(parent.1.is_empty() || self.cached.contains_key(&parent));
             assert!(page.priority >= highest || self.is_locked(key), "{key:?} goes before what is retained");
         }
+    }
+
+    /// The prefix that is a page shorter.
+    fn before(&self, key: &Key) -> Key {
+        (key.0, key.1[..key.1.len() - self.page_size].to_vec())
+    }
+
+    /// Moves the tails of sessions up to what is cached of them.
+    fn move_tails(&mut self) {
+        for session in 0..self.talks.len() {
+            if let Some(tail) = self.talks[session].tail.take() {
+                let own = |key: &Key| self.cached.get(key).is_some_and(|page| page.user == Some(session));
+                let is_there = self.cached.contains_key(&tail);
+                let left = self.prefixes_of(tail.0, &tail.1).filter(own).last();
+                self.talks[session].tail = if is_there { Some(tail) } else { left };
+            }
+        }
+    }
+
+    /// Says something in a session.
+    fn talk(&mut self, source: &mut Source<'_>) {
+        if self.talks.is_empty() {
+            return;
+        }
+        let session = source.below(SESSIONS);
+        let talk = &mut self.talks[session];
+        if source.flip() {
+            talk.session.end(STREAM);
+            talk.said = Said::End;
+        } else {
+            talk.session.pause(source.of(&["user", "bash"]), STREAM);
+            talk.said = Said::Pause;
+        }
+        self.look_ahead(session);
+    }
+
+    /// Marks what only a session has used, as it has said.
+    fn look_ahead(&mut self, session: usize) {
+        let Talk { said, tail: Some(tail), .. } = &self.talks[session] else { return };
+        let said = *said;
+        for key in self.prefixes_of(tail.0, &tail.1).collect::<Vec<_>>() {
+            if let Some(page) = self.cached.get_mut(&key).filter(|page| page.user == Some(session)) {
+                page.is_ended = if said == Said::Nothing { page.is_ended } else { said == Said::End };
+            }
+        }
+    }
+
+    /// Notes that a turn of a session ends at a prefix.
+    fn end_turn(&mut self, session: usize, end: &Key) {
+        if end.1.is_empty() || !self.current.contains(&end.0) {
+            return;
+        }
+        let before = self.talks[session].tail.clone();
+        if before.as_ref().is_none_or(|before| !leads_to(end, before)) {
+            if let Some(before) = before {
+                let superseded = self.prefixes_of(before.0, &before.1).filter(|key| {
+                    let is_own = self.cached.get(key).is_some_and(|page| page.user == Some(session));
+                    is_own && !leads_to(key, end) && !self.is_locked(key)
+                });
+                for key in superseded.collect::<Vec<_>>() {
+                    self.cached.get_mut(&key).expect("cached").is_ended = true;
+                }
+            }
+            self.talks[session].tail = Some(end.clone());
+        }
+        self.look_ahead(session);
     }
 
     fn is_cached(&self, (generation, prefix): &Key) -> bool {
@@ -380,9 +492,11 @@ impl Prefixes {
         for (&number, tokens) in pages.iter().zip(more.chunks_exact(self.page_size)) {
             end.1.extend(tokens);
             self.own.retain(|own| *own != number);
-            let new = Page { number, used: self.now, priority: 0 };
-            let page = self.cached.entry(end.clone()).or_insert(new);
-            page.used = self.now;
+            let session = self.held[at].session;
+            let new = Page { number, used: self.now, priority: 0, user: session, is_ended: false };
+            self.cached.entry(end.clone()).or_insert(new);
+            self.touch(&end, end.1.len() - self.page_size, session);
+            let page = self.cached[&end];
             duplicates += if page.number == number { 0 } else { self.page_size };
             cached.push(page.number);
         }
@@ -524,6 +638,9 @@ impl Prefixes {
             // A released lease holds nothing.
             refused(held.lease.len(), ErrorKind::Stale);
         }
+        if let HeldLease { session: Some(session), end, .. } = &held {
+            self.end_turn(*session, end);
+        }
         drop(held);
         self.drop_detached();
     }
@@ -533,6 +650,7 @@ impl Prefixes {
         let mut cached = std::mem::take(&mut self.cached);
         cached.retain(|key, _| self.current.contains(&key.0) || self.is_locked(key));
         self.cached = cached;
+        self.move_tails();
         self.snapshots.retain(|key, _| self.cached.contains_key(key));
     }
 
@@ -686,6 +804,9 @@ impl Prefixes {
             refused(held.lease.len(), ErrorKind::Stale);
         }
         self.cached.clear();
+        for talk in &mut self.talks {
+            (talk.said, talk.tail) = (Said::Nothing, None);
+        }
         self.pinned.clear();
         self.snapshots.clear();
         self.superseded.clear();

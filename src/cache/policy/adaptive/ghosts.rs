@@ -1,14 +1,15 @@
 //! A record of evicted blocks.
 //!
 //! The record is a table of sets of 8 entries, in which a new entry replaces the oldest of its set. An entry
-//! is one word: 32 bits of the key, the time of the last use of the block, and the number of its uses.
+//! is one word: 32 bits of the key, the time of the last use of the block, its outlook, and the number of its
+//! uses.
 //!
 //! *Invariant.* The block of an entry is not in the cache, unless two keys share 32 bits and a set.
 //!
 //! *Cost.* A call touches one set, which is one cache line. Memory: 16 words for each block of the capacity.
 
 use crate::base::{prefetch, try_zeros};
-use crate::cache::policy::{BlockKey, BlockTokens, Tick};
+use crate::cache::policy::{BlockKey, BlockTokens, History, Outlook, Tick};
 
 /// The number of entries in a set.
 const WAYS: usize = 8;
@@ -23,6 +24,15 @@ pub(super) struct Ghost {
     pub(super) used: Tick,
     /// The number of requests that have used the block.
     pub(super) uses: u32,
+    /// Its outlook when it was evicted.
+    pub(super) outlook: Outlook,
+}
+
+impl Ghost {
+    /// Returns what is remembered of blocks with this history.
+    pub(super) const fn of(history: &History) -> Self {
+        Self { used: history.used, uses: history.uses, outlook: history.outlook }
+    }
 }
 
 /// The table of evicted blocks.
@@ -54,10 +64,11 @@ impl Ghosts {
     /// Remembers a block.
     pub(super) fn put(&mut self, key: BlockKey, ghost: Ghost, now: Tick) {
         let time = self.time(ghost.used);
-        let entry = tag(key) | time << 8 | u64::from(ghost.uses.clamp(1, 255));
+        let known = (ghost.outlook as u64) << USES_BITS | u64::from(ghost.uses.clamp(1, MOST_USES));
+        let entry = tag(key) | time << KNOWN_BITS | known;
         let clock = self.time(now);
         let set = self.set(key);
-        let age = |entry: u64| (clock.wrapping_sub(entry >> 8)) & TIME;
+        let age = |entry: u64| (clock.wrapping_sub(entry >> KNOWN_BITS)) & TIME;
         let oldest = (0..WAYS)
             .max_by_key(|&way| if set[way] == 0 { u64::MAX } else { age(set[way]) })
             .expect("a set has `WAYS` entries, and that is not 0");
@@ -74,11 +85,12 @@ impl Ghosts {
         let clock = self.time(now);
         let entry = self.set(key).iter_mut().find(|entry| **entry != 0 && **entry & !REST == tag(key))?;
         let entry = std::mem::take(entry);
-        let age = clock.wrapping_sub(entry >> 8) & TIME;
+        let age = clock.wrapping_sub(entry >> KNOWN_BITS) & TIME;
         let start = (now.tokens() / self.unit).saturating_sub(age) * self.unit;
-        let uses = u32::try_from(entry & 255).expect("8 bits");
+        let uses = u32::try_from(entry & u64::from(MOST_USES)).expect("a few bits");
+        let outlook = Outlook::ALL[usize::try_from(entry >> USES_BITS & OUTLOOK).expect("a few bits")];
         // The end of the unit of time in which the block was used.
-        Some(Ghost { used: Tick::new((start + self.unit - 1).min(now.tokens())), uses })
+        Some(Ghost { used: Tick::new((start + self.unit - 1).min(now.tokens())), uses, outlook })
     }
 
     /// Returns the age up to which a block is remembered if it is not used again.
@@ -107,8 +119,20 @@ impl Ghosts {
     }
 }
 
+/// The number of bits for the uses of a block.
+const USES_BITS: u32 = 8;
+
+/// The largest number of uses that is remembered.
+const MOST_USES: u32 = (1 << USES_BITS) - 1;
+
+/// The number of bits for the uses of a block and its outlook.
+const KNOWN_BITS: u32 = 11;
+
+/// The bits of an outlook.
+const OUTLOOK: u64 = (1 << (KNOWN_BITS - USES_BITS)) - 1;
+
 /// The bits of a time.
-const TIME: u64 = (1 << 24) - 1;
+const TIME: u64 = (1 << (32 - KNOWN_BITS)) - 1;
 
 /// The bits of an entry that are not of its key.
 const REST: u64 = (1 << 32) - 1;

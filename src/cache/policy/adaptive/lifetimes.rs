@@ -92,6 +92,21 @@ impl Lifetimes {
         }
     }
 
+    /// Moves a lifetime of `tokens` tokens that began at `begun` to another class. One in no class does not end.
+    pub(super) fn reclass(&mut self, [from, to]: [Option<usize>; 2], begun: Tick, tokens: u32) {
+        let passed = real(self.learned.since(begun));
+        let recent = f64::from(tokens) * (-passed / (HALF_LIFE * self.capacity)).exp2();
+        let later = self.earlier.iter_mut().rev().take_while(|count| count.at >= begun);
+        for counts in later.map(|count| &mut count.begun).chain([&mut self.begun]) {
+            if let Some(from) = from {
+                counts[from] = (counts[from] - recent).max(0.0);
+            }
+            if let Some(to) = to {
+                counts[to] += recent;
+            }
+        }
+    }
+
     /// Returns whether enough is known to judge blocks.
     pub(super) const fn is_known(&self) -> bool {
         self.is_known
@@ -135,7 +150,12 @@ impl Lifetimes {
             let ended = self.ended.iter().map(|class| class[age]).sum();
             all.add(age, ended, reached[age].iter().sum(), 0.0, 0.0);
         }
+        let of_all = all.worth(&self.ages, steps);
         for (class, (ended, worth)) in self.ended.iter().zip(self.worth.iter_mut()).enumerate() {
+            if self.begun[class] == 0.0 {
+                *worth = of_all;
+                continue;
+            }
             // How much more likely a use is in this class than in all classes, at any age.
             let (mut found, mut expected) = (PRIOR_RATIO * lookup, PRIOR_RATIO * lookup);
             let mut alone = Curve::default();
