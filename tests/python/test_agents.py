@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.tools.cli import main
-from kvpool.tools.traces import AgentsSpec, Trace, agents_trace, parse_agents
+from kvpool.tools.traces import END, AgentsSpec, Trace, agents_trace, parse_agents
 from kvpool.tools.traces.agents import FIRST_STEPS, HUMAN_S, REQUESTS, TOOL_S, TOOL_STEPS, Percentiles
 
 if TYPE_CHECKING:
@@ -129,6 +129,28 @@ def test_abandoned_sessions_end_earlier() -> None:
     whole, abandoned = (agents_trace(AgentsSpec(sessions=200, abandoned=share), 2) for share in (0.0, 1.0))
     ratio = len(abandoned) / len(whole)
     assert 0.5 < ratio < 0.97
+
+
+def test_calls_tell_what_follows_them() -> None:
+    trace = agents_trace(AgentsSpec(sessions=40, abandoned=0.5), 4)
+    assert trace.contexts is not None
+    assert trace.followed_by is not None
+    assert {*trace.followed_by.tolist()} == {"tool", "sub-agents", "user", END, ""}
+    lasts: dict[int, int] = {}
+    for at, context in enumerate(trace.contexts.tolist()):
+        # Nothing follows an end, and a summary is followed by a shorter prompt.
+        before = lasts.get(context)
+        assert before is None or trace.followed_by[before] != END
+        if before is not None and not trace.followed_by[before]:
+            assert trace.input_lens[at] < trace.input_lens[before]
+        lasts[context] = at
+    last = [str(trace.followed_by[at]) for at in lasts.values()]
+    assert {*last} == {"tool", END}, "an abandoned session waits for a tool"
+    assert last.count("tool") < 40
+    first = trace.take(np.arange(10))
+    assert first.followed_by is not None
+    assert first.contexts is not None
+    assert len(first.followed_by) == len(first.contexts) == 10
 
 
 def test_pauses_and_growth_are_factors() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.tools.cli import main
-from kvpool.tools.policies import BELADY, POLICIES, SIMULATED_POLICIES
+from kvpool.tools.policies import BELADY, POLICIES, SIMULATED_POLICIES, WITH_SESSIONS
 from kvpool.tools.replay.hit_rates import HitRates, Job
 from kvpool.tools.replay.hit_rates import measure as measure_job
 from kvpool.tools.replay.prompts import Prompts
@@ -110,6 +110,7 @@ def test_a_prompt_longer_than_the_cache_is_found_as_far_as_it_fits() -> None:
         (["lru"], 8, 3, "page_size 3 does not divide the trace's blocks of 4"),
         (["lru"], 3, None, "capacity 3 is less than a block of 4 tokens"),
         (["lru", "mru"], 8, None, "unknown policy 'mru'; use lru, "),
+        ([WITH_SESSIONS], 8, None, r"policy 'adaptive\+sessions': the trace does not say what follows"),
     ],
 )
 def test_rejects_bad_arguments(
@@ -187,6 +188,23 @@ def test_adaptive_finds_nearly_as_much_as_recency_for_agents(seed: int) -> None:
     rates = found(measure(trace, ["lru", "adaptive"], [60_000, 150_000]))
     for recent, learned in zip(rates[:2], rates[2:], strict=True):
         assert learned > 0.97 * recent
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_cache_that_is_told_of_sessions_finds_more(seed: int) -> None:
+    spec = AgentsSpec(sessions=25, sessions_per_hour=600, tools_tokens=4_000, context=40_000, summary=1_000)
+    trace = agents_trace(spec, seed).head(2_000)
+    rates = found(measure(trace, ["lru", "adaptive", WITH_SESSIONS], [60_000, 150_000, 300_000]))
+    recent, learned, told = (np.array(rates[at : at + 3]) for at in (0, 3, 6))
+    assert (told > np.maximum(recent, learned)).all()
+
+
+def test_compare_tells_of_sessions_where_the_trace_does() -> None:
+    arguments = ("--requests", "50", "--compare", "--capacity", "100K", "--json")
+    for made, has_sessions in ((("--agents", "coding"), True), (("--synthetic",), False)):
+        _, out, _ = invoke(*made, *arguments)
+        policies = [rate["policy"] for rate in json.loads(out)["rates"]]
+        assert (WITH_SESSIONS in policies) == has_sessions
 
 
 @pytest.mark.parametrize("capacity", [15_625, 62_000, 128_125])

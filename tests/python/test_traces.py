@@ -38,10 +38,19 @@ BAILIAN = (
 
 
 def call(  # noqa: PLR0913, PLR0917 - the fields of a line
-    session: str, at: str, tokens: int | None, found: int, output: int, result_at: str = ""
+    session: str,
+    at: str,
+    tokens: int | None,
+    found: int,
+    output: int,
+    result_at: str = "",
+    *,
+    has_tool_call: bool = False,
 ) -> str:
     """A line of TraceLab: a call whose first output is at `at`, after a result of a tool."""
     events = [{"event_type": "text", "timestamp": f"2026-06-01T{at}.5Z"}]
+    if has_tool_call:
+        events.append({"event_type": "tool_call", "timestamp": f"2026-06-01T{at}.6Z"})
     if result_at:
         events.insert(0, {"event_type": "tool_result", "timestamp": f"2026-06-01T{result_at}Z"})
     record = {"session_id": session, "input_tokens_total": tokens, "prefix_tokens": found}
@@ -50,7 +59,7 @@ def call(  # noqa: PLR0913, PLR0917 - the fields of a line
 
 # Session a grows, and is compacted; session b begins with the same prompt of tools.
 TRACELAB = (
-    call("a", "10:00:09", 4000, 1500, 20)
+    call("a", "10:00:09", 4000, 1500, 20, has_tool_call=True)
     + call("a", "10:00:20", 6000, 0, 30, "10:00:19")
     + call("b", "10:00:21", 3000, 1100, 5)
     + call("a", "10:00:30", 2100, 1030, 5)
@@ -128,6 +137,9 @@ def test_prompts_of_tracelab_continue_those_before_in_their_session(tmp_path: Pa
     assert trace.output_lens.tolist() == [20, 30, 5, 5]
     assert trace.sessions is not None
     assert trace.sessions.tolist() == [0, 0, 1, 0]
+    assert trace.contexts is trace.sessions
+    assert trace.followed_by is not None
+    assert trace.followed_by.tolist() == ["tool", "user", "user", "user"]
     first, second, other, compacted = (blocks.tolist() for blocks in trace.blocks)
     assert [len(blocks) for blocks in trace.blocks] == [8, 12, 6, 5]
     # 4000 tokens are 7 whole blocks, the prompt of tools has 2, and 1030 tokens are 2.

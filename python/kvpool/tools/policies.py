@@ -21,6 +21,10 @@ BELADY = "belady"
 BELADY_IN_SECONDS = "belady-seconds"
 """Likewise, by the seconds that are saved."""
 
+WITH_SESSIONS = "adaptive+sessions"
+"""The default policy, in a cache that is told of sessions, their pauses and their ends, for `kvpool replay
+--capacity` and a trace that knows them."""
+
 SIMULATED_POLICIES = ("s3-fifo", "gdsf", "session", BELADY, BELADY_IN_SECONDS)
 """The policies of `kvpool replay --capacity` alone."""
 

@@ -14,7 +14,13 @@ from kvpool.tools.devices import check_device
 from kvpool.tools.needs import COMMANDS
 from kvpool.tools.options import Parser, at_least
 from kvpool.tools.output import fail, need, refuse, waiting
-from kvpool.tools.policies import COMPARED_POLICIES, POLICIES, SIMULATED_POLICIES, policy_named
+from kvpool.tools.policies import (
+    COMPARED_POLICIES,
+    POLICIES,
+    SIMULATED_POLICIES,
+    WITH_SESSIONS,
+    policy_named,
+)
 from kvpool.tools.replay.config import ReplayConfig
 from kvpool.tools.units import parse_count
 
@@ -138,6 +144,8 @@ def run(options: argparse.Namespace) -> int:
         show = errors.is_terminal and not options.json if options.progress is None else options.progress
         console = errors if show else None
         if sizes is not None:
+            if options.compare and loaded.followed_by is not None and WITH_SESSIONS not in policies:
+                policies.insert(policies.index("adaptive") + 1, WITH_SESSIONS)
             job = Job(policies, sizes, options.page_size, costs)
             output.print_rates(bars.measure(loaded, job, console))
             return 0
@@ -183,8 +191,11 @@ def _policies(text: str, *, has_several: bool) -> list[str]:
         return [*POLICIES, *SIMULATED_POLICIES]
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in {*POLICIES, *COMPARED_POLICIES, *SIMULATED_POLICIES} and ":" not in name:
-            known = ", ".join((*POLICIES, *SIMULATED_POLICIES))
+        if (
+            name not in {*POLICIES, *COMPARED_POLICIES, WITH_SESSIONS, *SIMULATED_POLICIES}
+            and ":" not in name
+        ):
+            known = ", ".join((*POLICIES, WITH_SESSIONS, *SIMULATED_POLICIES))
             raise ConfigError(f"policy must be one of {known}, FILE.py:CLASS, or all, not {name!r}")
     return names
 

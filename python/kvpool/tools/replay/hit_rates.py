@@ -19,18 +19,26 @@ import numpy as np
 from kvpool import TokenToKVPoolAllocator
 from kvpool._kvpool import PrefixCache
 from kvpool.errors import ConfigError
-from kvpool.tools.policies import ADAPTIVE_IN_SECONDS, POLICIES, SIMULATED_POLICIES, policy_named
+from kvpool.tools.policies import (
+    ADAPTIVE_IN_SECONDS,
+    POLICIES,
+    SIMULATED_POLICIES,
+    WITH_SESSIONS,
+    policy_named,
+)
 from kvpool.tools.replay.bound import most_saved
 from kvpool.tools.replay.eviction import Setting
 from kvpool.tools.replay.prompts import Prompts
 from kvpool.tools.replay.simulate import simulate
 from kvpool.tools.replay.simulated import SIMULATED
+from kvpool.tools.traces.trace import END
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
+    from kvpool._kvpool import Session
     from kvpool.prefill_cost import PrefillCost
     from kvpool.tools.replay.eviction import Eviction
     from kvpool.tools.traces import Trace
@@ -128,8 +136,8 @@ class Job:
     """What is measured.
 
     Attributes:
-        policies: Names of policies: `POLICIES`, `ADAPTIVE_IN_SECONDS`, `SIMULATED_POLICIES`, or
-            `FILE.py:CLASS` and `MODULE:CLASS` of an `Eviction` in Python, which is made with a `Setting`.
+        policies: Names of policies: `POLICIES`, `ADAPTIVE_IN_SECONDS`, `WITH_SESSIONS`, `SIMULATED_POLICIES`,
+            or `FILE.py:CLASS` and `MODULE:CLASS` of an `Eviction` in Python, which is made with a `Setting`.
         capacities: Tokens of the caches.
         page_size: Slots per page, which divide the block size; the block size by default. Policies in Python
             evict whole blocks.
@@ -152,7 +160,7 @@ def measure(trace: Trace, job: Job, on_rate: Callable[[HitRate], None] = lambda 
 
     Raises:
         ConfigError: If the page size does not divide the block size, a capacity is less than a block, or a
-            policy is unknown or lacks a cost.
+            policy is unknown, lacks a cost, or needs to know what follows a request.
     """
     page_size = job.page_size or trace.block_size
     if trace.block_size % page_size:
@@ -161,7 +169,9 @@ def measure(trace: Trace, job: Job, on_rate: Callable[[HitRate], None] = lambda 
         raise ConfigError(f"capacity {min(job.capacities)} is less than a block of {trace.block_size} tokens")
     if ADAPTIVE_IN_SECONDS in job.policies and not job.costs:
         raise ConfigError(f"policy {ADAPTIVE_IN_SECONDS!r} needs a cost, by which it counts")
-    own = {*POLICIES, ADAPTIVE_IN_SECONDS}
+    if WITH_SESSIONS in job.policies and trace.followed_by is None:
+        raise ConfigError(f"policy {WITH_SESSIONS!r}: the trace does not say what follows a request")
+    own = {*POLICIES, ADAPTIVE_IN_SECONDS, WITH_SESSIONS}
     simulated = {name: _simulated(name) for name in job.policies if name not in own}
     prompts, paths = Prompts(trace), trace.all_blocks()
     lens = np.array([len(path) for path in paths])
@@ -177,7 +187,9 @@ def measure(trace: Trace, job: Job, on_rate: Callable[[HitRate], None] = lambda 
                 setting = Setting(capacity // trace.block_size, trace, paths, saves[1 if job.costs else 0])
                 found = simulate(simulated[policy](setting), setting)
             else:
-                found = _found(prompts, trace, _cache(policy, capacity, page_size, job))
+                cache = _cache(policy, capacity, page_size, job)
+                sessions = _Sessions(cache, trace) if policy == WITH_SESSIONS else None
+                found = _found(prompts, trace, cache, sessions)
             wall_s = perf_counter() - begin
             saved = tuple(clock.saved(found) for clock in clocks)
             rates.append(HitRate(policy, capacity, int(found.sum()), wall_s, saved))
@@ -233,7 +245,7 @@ def _simulated(name: str) -> Callable[[Setting], Eviction]:
         return SIMULATED[name]
     where, _, attribute = name.rpartition(":")
     if not where:
-        known = ", ".join((*POLICIES, *SIMULATED_POLICIES))
+        known = ", ".join((*POLICIES, WITH_SESSIONS, *SIMULATED_POLICIES))
         raise ConfigError(f"unknown policy {name!r}; use {known}, or FILE.py:CLASS")
     try:
         found: Any = getattr(_module(where), attribute)
@@ -260,20 +272,48 @@ def _cache(policy: str, capacity: int, page_size: int, job: Job) -> PrefixCache:
     allocator = TokenToKVPoolAllocator(capacity, device="cpu", page_size=page_size, need_sort=False)
     if policy == ADAPTIVE_IN_SECONDS:
         return PrefixCache(allocator, cost=job.costs[0])
+    if policy == WITH_SESSIONS:
+        return PrefixCache(allocator)
     return PrefixCache(allocator, policy=policy_named(policy))
 
 
-def _found(prompts: Prompts, trace: Trace, cache: PrefixCache) -> NDArray[np.int64]:
+def _found(
+    prompts: Prompts, trace: Trace, cache: PrefixCache, sessions: _Sessions | None
+) -> NDArray[np.int64]:
     """Return for each request the blocks that an empty cache finds."""
     allocator = cache.allocator
     most = allocator.available_size()
     found = np.zeros(len(trace), np.int64)
     for request in range(len(trace)):
         tokens = prompts.whole_blocks_of(request)[:most]
-        with cache.match(tokens) as lease:
+        session = sessions.of(request) if sessions else None
+        with cache.match(tokens, session=session) as lease:
             length = lease.length
             found[request] = length // trace.block_size
             if length < len(tokens):
                 # All but this prompt can be evicted, so that there is room for it.
                 lease.publish(tokens[length:], allocator.alloc(len(tokens) - length))
+        if sessions:
+            sessions.tell(request)
     return found
+
+
+class _Sessions:
+    """What a trace knows of sessions, for a cache: each context is one."""
+
+    def __init__(self, cache: PrefixCache, trace: Trace) -> None:
+        assert trace.contexts is not None  # noqa: S101 - for the type checker
+        assert trace.followed_by is not None  # noqa: S101
+        self._cache, self._contexts, self._followed_by = cache, trace.contexts, trace.followed_by
+
+    def of(self, request: int) -> Session:
+        """Return the session of a request."""
+        return self._cache.session(int(self._contexts[request]))
+
+    def tell(self, request: int) -> None:
+        """Tell what follows a request."""
+        followed_by = str(self._followed_by[request])
+        if followed_by == END:
+            self.of(request).end()
+        elif followed_by:
+            self.of(request).pause(followed_by)

@@ -11,10 +11,11 @@ https://github.com/Azure/AzurePublicDataset). The first line of a file determine
 from kvpool.tools.traces.agents import AgentsSpec, agents_trace, parse_agents
 from kvpool.tools.traces.files import read_trace
 from kvpool.tools.traces.synthetic import synthetic_trace
-from kvpool.tools.traces.trace import BLOCK_SIZE, Trace, TraceError
+from kvpool.tools.traces.trace import BLOCK_SIZE, END, Trace, TraceError
 
 __all__ = [
     "BLOCK_SIZE",
+    "END",
     "AgentsSpec",
     "Trace",
     "TraceError",

@@ -7,13 +7,14 @@ The numbers are those of TraceLab (arXiv:2606.30560, https://github.com/uw-syfi/
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvpool.errors import ConfigError
 from kvpool.tools.traces.contexts import Context
-from kvpool.tools.traces.trace import Trace
+from kvpool.tools.traces.trace import END, Trace
 from kvpool.tools.units import parse_count
 
 if TYPE_CHECKING:
@@ -161,6 +162,8 @@ class _Call(NamedTuple):
     output_len: int
     blocks: NDArray[np.int64]
     session: int
+    context: int
+    followed_by: str = ""
 
 
 class _Agents:
@@ -169,6 +172,7 @@ class _Agents:
     def __init__(self, spec: AgentsSpec, seed: int) -> None:
         self.spec = spec
         self.calls: list[_Call] = []
+        self.contexts = count()
         self._seed = seed
         nothing = Context(spec.block)
         tools = []
@@ -204,10 +208,15 @@ class _Agents:
             for _ in range(steps):
                 starts_sub_agents = generator.random() < _BATCH
                 result_s = at_s + agent.pause(TOOL_S)
+                agent.wait_for("tool")
                 if has_sub_agents and starts_sub_agents:
+                    agent.wait_for("sub-agents")
                     result_s = self._run_sub_agents(agent, self._tools[project], at_s)
                 at_s = agent.call(result_s)
+            agent.wait_for("user")
             at_s += agent.pause(HUMAN_S)
+        # One that is abandoned waited for a tool, which never answers.
+        agent.wait_for("tool" if is_abandoned else END)
 
     def _run_sub_agents(self, parent: _Agent, tools: Context, at_s: float) -> float:
         """Run sub-agents at the same time, and return when the last one ends."""
@@ -218,7 +227,9 @@ class _Agents:
             agent = _Agent(self, parent.context if is_fork else tools, parent.session, generator)
             end_s = agent.call(at_s)
             for _ in range(int(TOOL_STEPS.sample(generator))):
+                agent.wait_for("tool")
                 end_s = agent.call(end_s + agent.pause(TOOL_S))
+            agent.wait_for(END)
             ends_s.append(end_s)
         return max(ends_s)
 
@@ -231,10 +242,16 @@ class _Agent:
         self.session = session
         self.generator = generator
         self._agents, self._spec, self._kept, self._output_len = agents, agents.spec, len(base), 0
+        self._number, self._last_call = next(agents.contexts), -1
 
     def pause(self, distribution: Percentiles) -> float:
         """Return a pause in seconds."""
         return self._spec.pauses * distribution.sample(self.generator)
+
+    def wait_for(self, followed_by: str) -> None:
+        """Say what follows the last call."""
+        calls = self._agents.calls
+        calls[self._last_call] = calls[self._last_call]._replace(followed_by=followed_by)
 
     def call(self, at_s: float) -> float:
         """Call the model with the output before and a new message or result, and return when it ends."""
@@ -255,7 +272,9 @@ class _Agent:
     def _add(self, at_s: float, output_len: int) -> float:
         """Add a call, and return when it ends."""
         prompt = self.context.prompt()
-        self._agents.calls.append(_Call(at_s, len(self.context), output_len, prompt, self.session))
+        calls = self._agents.calls
+        self._last_call = len(calls)
+        calls.append(_Call(at_s, len(self.context), output_len, prompt, self.session, self._number))
         return at_s + self.generator.lognormal(np.log(_GENERATION_MEDIAN_S), _GENERATION_SIGMA)
 
 
@@ -266,6 +285,9 @@ def agents_trace(spec: AgentsSpec, seed: int) -> Trace:
     results are in the next call, until it answers. Each prompt is the one before with the output and what is
     new, until it is compacted. Pauses between the calls are those of the model, of tools and of users; they
     do not depend on how a cache does. Sub-agents run at the same time, while their parent waits.
+
+    Calls tell what follows them: a tool, sub-agents, the user or the end. Of a summary nothing is told, and
+    an abandoned session waits for a tool.
 
     The same arguments give the same trace.
 
@@ -290,4 +312,6 @@ def agents_trace(spec: AgentsSpec, seed: int) -> Trace:
         tuple(call.blocks for call in calls),
         spec.block,
         np.array([call.session for call in calls], dtype=np.int64),
+        np.array([call.context for call in calls], dtype=np.int64),
+        np.array([call.followed_by for call in calls]),
     )

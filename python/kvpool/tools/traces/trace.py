@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 512
 """Tokens of a block in the Mooncake traces."""
 
+END = "end"
+"""What follows a request whose context does not go on."""
+
 
 class TraceError(ValueError):
     """A trace file cannot be read; the message names the file and the line."""
@@ -33,6 +36,11 @@ class Trace:
         block_size: Tokens of a block. The last block of a prompt may have fewer.
         sessions: For each request the number of its session, int64 `[n]`; None if the trace does not say
             which requests belong together.
+        contexts: For each request the number of its context, int64 `[n]`: a session has one, and each of its
+            sub-agents another. None if the trace does not say what follows.
+        followed_by: For each request what is known at its end of the next one in its context, str `[n]`:
+            `END`, the kind of the pause before it such as "tool" or "user", or "" for nothing. None if the
+            trace does not say.
     """
 
     name: str
@@ -42,6 +50,8 @@ class Trace:
     blocks: tuple[NDArray[np.int64], ...] = ()
     block_size: int = BLOCK_SIZE
     sessions: NDArray[np.int64] | None = None
+    contexts: NDArray[np.int64] | None = None
+    followed_by: NDArray[np.str_] | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -60,6 +70,8 @@ class Trace:
             output_lens=self.output_lens[kept],
             blocks=tuple(self.blocks[at] for at in kept) if self.blocks else (),
             sessions=None if self.sessions is None else self.sessions[kept],
+            contexts=None if self.contexts is None else self.contexts[kept],
+            followed_by=None if self.followed_by is None else self.followed_by[kept],
         )
 
     def head(self, requests: int | None) -> Trace:

@@ -19,7 +19,8 @@ TRACELAB_KEYS = ("session_id", "input_tokens_total", "prefix_tokens", "output_to
 _JITTER_TOKENS = 1_024
 """A prompt that is shorter by at most so much continues the one before (TraceLab's micro-reduction)."""
 _INPUTS = ("user_message", "tool_result")
-_OUTPUTS = ("reasoning", "text", "tool_call")
+_TOOL_CALL = "tool_call"
+_OUTPUTS = ("reasoning", "text", _TOOL_CALL)
 
 
 class _Call(NamedTuple):
@@ -31,6 +32,7 @@ class _Call(NamedTuple):
     input_len: int
     found: int
     output_len: int
+    has_tool_call: bool
 
 
 def tracelab_trace(name: str, path: Path, lines: list[tuple[int, str]]) -> Trace:
@@ -43,6 +45,8 @@ def tracelab_trace(name: str, path: Path, lines: list[tuple[int, str]]) -> Trace
       the context was compacted, and it begins with as much of that prompt as the cache found.
     - The first prompt of a session begins with what the cache found of it, which it has in common with the
       other sessions of the same provider, model and project: the prompt of the tools.
+
+    A call with an output that calls a tool is followed by its result, any other by a message of the user.
 
     Calls without a number of input tokens are left out.
 
@@ -75,6 +79,7 @@ def tracelab_trace(name: str, path: Path, lines: list[tuple[int, str]]) -> Trace
         contexts[call.session] = context
         blocks.append(context.prompt())
     numbers = {session: at for at, session in enumerate(contexts)}
+    sessions = np.array([numbers[call.session] for call in calls], dtype=np.int64)
     times = np.array([call.time for call in calls], dtype=np.int64)
     return Trace(
         name,
@@ -83,7 +88,9 @@ def tracelab_trace(name: str, path: Path, lines: list[tuple[int, str]]) -> Trace
         np.array([call.output_len for call in calls], dtype=np.int64),
         tuple(blocks),
         BLOCK_SIZE,
-        np.array([numbers[call.session] for call in calls], dtype=np.int64),
+        sessions,
+        sessions,
+        np.array(["tool" if call.has_tool_call else "user" for call in calls]),
     )
 
 
@@ -104,6 +111,7 @@ def _calls(path: Path, lines: list[tuple[int, str]]) -> Iterator[_Call]:
             token_count(path, number, "input_tokens_total", record["input_tokens_total"], 1),
             token_count(path, number, "prefix_tokens", record["prefix_tokens"] or 0, 0),
             token_count(path, number, "output_tokens", record["output_tokens"] or 0, 0),
+            any(event.get("event_type") == _TOOL_CALL for event in record["timing_events"]),
         )
 
 
