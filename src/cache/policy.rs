@@ -28,6 +28,8 @@ use std::ops::Range;
 use super::PrefillCost;
 use crate::base::{Error, Id, Result};
 
+pub(super) use adaptive::real;
+
 /// The number of a node of the tree. The number of a removed node may be used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(u32);
@@ -240,12 +242,19 @@ pub trait Policy: fmt::Debug + Send {
     }
 
     /// Returns what the last [`Policy::victim`] was worth, if it was chosen by that.
-    fn worth(&self) -> Option<Worth> {
+    fn judged(&self) -> Option<Worth> {
         None
     }
 
     /// Returns the size of the bookkeeping in bytes.
     fn bytes(&self) -> usize;
+
+    /// Returns the worth of pages with this history: the highest rate of uses, per token that is looked up, that
+    /// keeping them can still bring. `None` if the policy does not estimate it, or not yet.
+    fn worth(&mut self, history: &History, now: Tick) -> Option<f64> {
+        let _ = (history, now);
+        None
+    }
 
     /// Records that a request found `tokens` tokens whose history so far is `history`.
     fn record_use(&mut self, history: &History, tokens: u32, now: Tick) {

@@ -25,4 +25,5 @@ mod pool_table;
 mod publications;
 mod residency;
 mod shortage;
+mod snapshots;
 mod threads;

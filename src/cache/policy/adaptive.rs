@@ -36,8 +36,10 @@ use ages::Ages;
 use cohorts::Cohorts;
 use ghosts::{Ghost, Ghosts};
 use levels::Levels;
-use lifetimes::{Lifetimes, real};
+use lifetimes::Lifetimes;
 use recency::Recency;
+
+pub(in crate::cache) use lifetimes::real;
 
 /// The number of classes of blocks of which nothing is known but the number of their uses: 1, 2, 3 to 4, 5 to 8, and
 /// so on.
@@ -78,7 +80,7 @@ pub(super) struct Adaptive {
     lifetimes: Lifetimes,
     recency: Recency,
     /// What the last victim was worth, unless recency decided.
-    worth: Option<Worth>,
+    judged: Option<Worth>,
     capacity: f64,
     block_tokens: u32,
 }
@@ -94,9 +96,17 @@ impl Adaptive {
             recency: Recency::new(capacity),
             ages,
             levels,
-            worth: None,
+            judged: None,
             capacity: real(capacity),
             block_tokens: block_tokens.get(),
+        }
+    }
+
+    /// Learns, if it is time.
+    fn learn(&mut self, now: Tick) {
+        if self.lifetimes.learn(self.ghosts.horizon(now), now) {
+            self.cohorts.reconsider();
+            self.recency.decay(now);
         }
     }
 
@@ -130,26 +140,30 @@ impl Policy for Adaptive {
     }
 
     fn victim(&mut self, now: Tick) -> Option<NodeId> {
-        if self.lifetimes.learn(self.ghosts.horizon(now), now) {
-            self.cohorts.reconsider();
-            self.recency.decay(now);
-        }
+        self.learn(now);
         let is_judged = self.lifetimes.is_known() && self.recency.is_matched();
         if !is_judged {
-            self.worth = None;
+            self.judged = None;
             return self.cohorts.oldest();
         }
         let (leaf, least) = self.cohorts.least(worth(&self.levels, &self.lifetimes), now)?;
         // From hits per time to hits in the time of the capacity.
-        self.worth = Some(Worth {
+        self.judged = Some(Worth {
             victim: least.victim * self.capacity,
             least_kept: least.least_kept * self.capacity,
         });
         Some(leaf)
     }
 
-    fn worth(&self) -> Option<Worth> {
-        self.worth
+    fn judged(&self) -> Option<Worth> {
+        self.judged
+    }
+
+    fn worth(&mut self, history: &History, now: Tick) -> Option<f64> {
+        self.learn(now);
+        let age = self.ages.of(now.since(history.used));
+        let class = class(history.uses, history.outlook);
+        self.lifetimes.is_known().then(|| class.map_or(0.0, |class| self.lifetimes.worth()[class][age]))
     }
 
     fn record_use(&mut self, history: &History, tokens: u32, now: Tick) {

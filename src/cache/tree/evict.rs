@@ -92,7 +92,7 @@ impl Tree {
             if of_policy.is_some() {
                 self.fetch_after(leaf);
             }
-            let worth = of_policy.and_then(|_| self.queues.policy.worth());
+            let worth = of_policy.and_then(|_| self.queues.policy.judged());
             self.trim(leaf, pages - evicted.pages.len(), Reason { cause, worth }, &mut evicted);
         }
         evicted

@@ -323,7 +323,7 @@ impl Tree {
         let here = self.node_mut(node);
         here.leases += 1;
         if here.has_snapshot {
-            self.snapshots.set_leased(node, is_use);
+            self.snapshots.set_leased(node, is_use.then_some(self.now));
         }
         let mut at = node;
         loop {

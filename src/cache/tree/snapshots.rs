@@ -1,24 +1,28 @@
 //! Snapshots of states at the ends of nodes, and the order of their eviction.
 //!
-//! A snapshot is worth the tokens that would be computed without it: those after the snapshot before it on
-//! its path. Of a prompt that is computed in chunks, a snapshot at the end of every chunk saves little more
-//! than every second one does, so that snapshots are thinned out evenly before any prompt loses all of its
-//! own.
+//! A snapshot saves the tokens that would be computed without it: those after the snapshot before it on its
+//! path. Of a prompt that is computed in chunks, a snapshot at the end of every chunk saves little more than
+//! every second one does, so that snapshots are thinned out evenly before any prompt loses all of its own.
+//!
+//! Its value is these tokens times the rate at which requests will resume from it, as the policy of eviction
+//! estimates it. At the last snapshot of a path these are the requests that use the pages before it. Of those
+//! that use the pages before another one, most go on to a later one, so that only the requests count that have
+//! resumed from it. A policy that estimates nothing has snapshots go by the time since their last use.
 //!
 //! *Cost.* An eviction looks at every snapshot. An insertion or a removal does so only if there are nodes below.
 
-use std::cmp::Ordering;
-
 use crate::base::{KeyMap, StateSlot, widen};
+use crate::cache::Remembered;
+use crate::cache::policy::real;
 
 use super::cause::Cause;
 use super::evict::Evicted;
-use super::{FoundPrefix, Hold, Kind, NodeId, Tree};
+use super::{FoundPrefix, History, Hold, Kind, NodeId, Tick, Tree};
 
 /// How many times as much a snapshot is worth at which requests are likely to resume: the last one on its
 /// path, where a conversation continues, the last one of a prompt, or one from which a request has resumed.
 /// At the others a prompt has to part from the cached ones within the tokens up to the next snapshot.
-const LIKELY: u64 = 4;
+const LIKELY: f64 = 4.0;
 
 /// The snapshots of a tree.
 #[derive(Debug, Default)]
@@ -40,6 +44,10 @@ struct Snapshot {
     below: usize,
     /// Whether a request has resumed from it, or it is the last one of a prompt.
     was_chosen: bool,
+    /// The number of requests that have resumed from it, and the one that made it.
+    uses: u32,
+    /// When one of them did so last.
+    used: Tick,
     /// Whether no lease ends at its node.
     is_unused: bool,
 }
@@ -53,21 +61,6 @@ enum SnapshotRank {
     Last,
 }
 
-/// The value of a snapshot: the tokens that it saves, by the time since its last use.
-#[derive(Clone, Copy, Debug)]
-struct SnapshotValue {
-    saved: u64,
-    age: u64,
-}
-
-impl SnapshotValue {
-    /// Compares `saved / age`.
-    fn compare(self, other: Self) -> Ordering {
-        let product = |saved: u64, age: u64| u128::from(saved) * u128::from(age);
-        product(self.saved, other.age).cmp(&product(other.saved, self.age))
-    }
-}
-
 impl Snapshots {
     pub(super) fn len(&self) -> usize {
         self.by_node.len()
@@ -77,10 +70,10 @@ impl Snapshots {
         self.by_node.capacity() * (size_of::<(NodeId, Snapshot)>() + 1)
     }
 
-    /// Returns the tokens from the snapshot above `snapshot` up to it.
-    fn gap(&self, snapshot: &Snapshot) -> u64 {
-        let above = snapshot.above.and_then(|above| self.by_node.get(&above));
-        (snapshot.end - above.map_or(0, |above| above.end)) as u64
+    /// Returns the tokens from the snapshot at `above`, or from the beginning, up to `end`.
+    fn gap(&self, above: Option<NodeId>, end: usize) -> f64 {
+        let above = above.and_then(|above| self.by_node.get(&above));
+        real((end - above.map_or(0, |above| above.end)) as u64)
     }
 
     fn remove(&mut self, node: NodeId) -> Option<StateSlot> {
@@ -97,13 +90,16 @@ impl Snapshots {
         Some(slot)
     }
 
-    /// Records that a lease ends at `node`, where a request resumes if that `is_use`. A snapshot at which another lease
-    /// ends is not superseded.
-    pub(super) fn set_leased(&mut self, node: NodeId, is_use: bool) {
+    /// Records that a lease ends at `node`, where a request resumes now if that is a `use_at`. A snapshot at which
+    /// another lease ends is not superseded.
+    pub(super) fn set_leased(&mut self, node: NodeId, use_at: Option<Tick>) {
         if let Some(snapshot) = self.by_node.get_mut(&node) {
             self.superseded -= usize::from(snapshot.rank == SnapshotRank::Superseded);
             snapshot.rank = SnapshotRank::Last;
-            snapshot.was_chosen |= is_use;
+            if let Some(now) = use_at {
+                snapshot.was_chosen = true;
+                (snapshot.uses, snapshot.used) = (snapshot.uses.saturating_add(1), now);
+            }
             snapshot.is_unused = false;
         }
     }
@@ -132,30 +128,6 @@ impl Snapshots {
 
     const fn has_superseded(&self) -> bool {
         self.superseded > 0
-    }
-
-    /// Returns the snapshot to evict next for one after `own`, of those that are unused and `own`: of the
-    /// lowest rank, the one of the lowest value; of several, the one used least recently, then the one nearest
-    /// to the root.
-    ///
-    /// `age_at` returns the time since the last use of a node, above 0.
-    fn next(&self, own: Option<NodeId>, age_at: impl Fn(NodeId) -> u64) -> Option<NodeId> {
-        let candidates = self.by_node.iter().filter(|&(&node, one)| one.is_unused || own == Some(node));
-        let candidates = candidates.map(|(&node, snapshot)| {
-            let is_last = snapshot.below == 0 && own != Some(node);
-            let is_likely = is_last || snapshot.was_chosen;
-            let saved = self.gap(snapshot) * if is_likely { LIKELY } else { 1 };
-            (node, snapshot, SnapshotValue { saved, age: age_at(node) })
-        });
-        let first = candidates.min_by(|(node, one, value), (other_node, other, other_value)| {
-            one.rank
-                .cmp(&other.rank)
-                .then_with(|| value.compare(*other_value))
-                .then_with(|| other_value.age.cmp(&value.age))
-                .then_with(|| one.end.cmp(&other.end))
-                .then_with(|| node.cmp(other_node))
-        });
-        first.map(|(node, ..)| node)
     }
 }
 
@@ -188,7 +160,7 @@ impl Tree {
 
     /// Inserts a snapshot between those on the path to its node and those below. Returns the one above it.
     fn insert_snapshot(&mut self, node: NodeId, slot: StateSlot) -> Option<NodeId> {
-        let Self { snapshots, nodes, .. } = self;
+        let Self { snapshots, nodes, now, .. } = self;
         let (end, parent) = (widen(nodes[node].end), nodes[node].parent);
         let next_above = |mut at: NodeId| {
             while nodes[at].kind == Kind::Run && !nodes[at].has_snapshot {
@@ -216,20 +188,29 @@ impl Tree {
             above.below = above.below + 1 - below;
         }
         let rank = SnapshotRank::Last;
-        let snapshot = Snapshot { slot, rank, end, above, below, was_chosen: false, is_unused: false };
+        let snapshot = Snapshot {
+            slot,
+            rank,
+            end,
+            above,
+            below,
+            was_chosen: false,
+            uses: 1,
+            used: *now,
+            is_unused: false,
+        };
         let previous = snapshots.by_node.insert(node, snapshot);
         debug_assert!(previous.is_none(), "a snapshot is not replaced");
         above
     }
 
-    /// Evicts a snapshot, to make place for a later one of `hold`. In this order: a superseded one, the one
-    /// that the later one will supersede, and the one that is worth least, which may be that at the end of the
-    /// hold. Snapshots at which other leases end are not evicted.
+    /// Evicts a snapshot, to make place for a later one of `hold`. In this order: a superseded one, the one that
+    /// the later one will supersede, and the one of the lowest value, which may be that at the end of the hold.
+    /// Snapshots at which other leases end are not evicted.
     ///
-    /// A snapshot is worth the tokens from the one before it on its path, more if requests are likely to
-    /// resume from it, and less the longer ago it was used. All uses within the tokens that are cached now
-    /// count alike.
-    pub fn evict_snapshot(&mut self, hold: &mut Hold) -> Option<StateSlot> {
+    /// Returns `None` if there is none. If the later one is only offered, to be `offered_at` so many tokens from the
+    /// beginning, also if it is worth less than each of them.
+    pub fn evict_snapshot(&mut self, hold: &mut Hold, offered_at: Option<usize>) -> Option<StateSlot> {
         if !self.snapshots.has_superseded()
             && let Some(own) = hold.own_snapshot.filter(|&own| self.is_alone_at(own, hold))
         {
@@ -237,10 +218,52 @@ impl Tree {
             return self.remove_snapshot(own);
         }
         let at_end = Some(hold.node).filter(|&end| self.is_alone_at(end, hold));
-        let cached = (self.counts.cached * self.page_size) as u64;
-        let age_at = |node: NodeId| (self.now.since(self.nodes[node].history.used) + cached).max(1);
-        let node = self.snapshots.next(at_end, age_at)?;
+        let (node, rank, value) = self.least_snapshot(at_end)?;
+        let is_worth_less = |end| self.value_behind(hold, end, node).is_some_and(|later| later < value);
+        if rank != SnapshotRank::Superseded && offered_at.is_some_and(is_worth_less) {
+            return None;
+        }
         self.remove_snapshot(node)
+    }
+
+    /// Returns the value of a snapshot `end` tokens from the beginning, behind a hold, that replaces the one at
+    /// `replaced`. `None` if the policy does not estimate it.
+    fn value_behind(&mut self, hold: &Hold, end: usize, replaced: NodeId) -> Option<f64> {
+        let new = History::of_new(Remembered::default(), self.now);
+        let worth = self.queues.policy.worth(&new, self.now)?;
+        let mut path = self.path(hold.node).filter(|&at| self.node(at).has_snapshot && at != replaced);
+        Some(LIKELY * worth * self.snapshots.gap(path.next(), end))
+    }
+
+    /// Returns the snapshot to evict next, of those that are unused and `own`, behind which another one follows, with
+    /// its rank and value: of the lowest rank, the one of the lowest value; of several, the one used least recently,
+    /// then the one nearest to the root.
+    fn least_snapshot(&mut self, own: Option<NodeId>) -> Option<(NodeId, SnapshotRank, f64)> {
+        let cached = (self.counts.cached * self.page_size) as u64;
+        let Self { snapshots, nodes, queues, now, .. } = self;
+        let candidates = snapshots.by_node.iter().filter(|&(&node, one)| one.is_unused || own == Some(node));
+        let valued = candidates.map(|(&node, snapshot)| {
+            let is_last = snapshot.below == 0 && own != Some(node);
+            let history = nodes[node].history;
+            let age = (now.since(history.used) + cached).max(1);
+            let uses = if is_last {
+                history
+            } else {
+                History { uses: snapshot.uses, used: snapshot.used, ..history }
+            };
+            let rate = queues.policy.worth(&uses, *now).unwrap_or_else(|| real(age).recip());
+            let factor = if is_last || snapshot.was_chosen { LIKELY } else { 1.0 };
+            (node, snapshot, factor * rate * snapshots.gap(snapshot.above, snapshot.end), age)
+        });
+        let least = valued.min_by(|(node, one, value, age), (other_node, other, other_value, other_age)| {
+            one.rank
+                .cmp(&other.rank)
+                .then_with(|| value.total_cmp(other_value))
+                .then_with(|| other_age.cmp(age))
+                .then_with(|| one.end.cmp(&other.end))
+                .then_with(|| node.cmp(other_node))
+        });
+        least.map(|(node, snapshot, value, _)| (node, snapshot.rank, value))
     }
 
     /// Evicts a snapshot at which no lease ends: a superseded one, or else, if `any` says so, the one that is worth
@@ -250,9 +273,7 @@ impl Tree {
         if !any && !self.snapshots.has_superseded() {
             return None;
         }
-        let cached = (self.counts.cached * self.page_size) as u64;
-        let age_at = |node: NodeId| (self.now.since(self.nodes[node].history.used) + cached).max(1);
-        let node = self.snapshots.next(None, age_at)?;
+        let (node, ..) = self.least_snapshot(None)?;
         let mut evicted = Evicted::default();
         if self.node(node).is_queued {
             self.trim(node, self.node(node).pages.len(), cause.into(), &mut evicted);

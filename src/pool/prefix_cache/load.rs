@@ -315,10 +315,12 @@ impl Lease {
             };
             let state = match self.shared.states.as_ref().filter(|_| is_stateful) {
                 None => None,
-                Some(states) => match TakenSlot::new(states, &self.shared.owner, cache, &mut lease.hold) {
-                    None => return short(lock),
-                    taken => taken,
-                },
+                Some(states) => {
+                    match TakenSlot::new(states, &self.shared.owner, cache, &mut lease.hold, None) {
+                        None => return short(lock),
+                        taken => taken,
+                    }
+                }
             };
             let state_key = state.as_ref().map(|_| &state_key);
             let Some(pieces) = tier.hold(&keys, state_key) else { return short(lock) };

@@ -86,7 +86,7 @@ impl Lease {
     }
 
     /// Returns a copy of the state of `row`, for the end of the whole pages of `tokens` behind the lease.
-    /// `None` if there is one already, or no track slot for it.
+    /// `None` if there is one already, no track slot for it, or if it is worth less than the others.
     fn take_snapshot(&self, tokens: &[i32], row: i64, stream: Stream) -> Result<Option<TakenSlot<'_>>> {
         let Some(states) = &self.shared.states else {
             return Err(Error::state("a state was published to a prefix cache without states"));
@@ -95,10 +95,12 @@ impl Lease {
         let taken = self.with(stream, |_, cache, lease| {
             lease.check_arrived()?;
             let found = cache.tree.find(&lease.hold, &tokens)?;
-            if !cache.tree.lacks_snapshot(&found, cache.tree.in_whole_pages(tokens.len())) {
+            let len = cache.tree.in_whole_pages(tokens.len());
+            if !cache.tree.lacks_snapshot(&found, len) {
                 return Ok(None);
             }
-            Ok(TakenSlot::new(states, &self.shared.owner, cache, &mut lease.hold))
+            let end = lease.hold.len() + len;
+            Ok(TakenSlot::new(states, &self.shared.owner, cache, &mut lease.hold, Some(end)))
         })?;
         if let Some(taken) = &taken {
             taken.make_ready(stream)?;

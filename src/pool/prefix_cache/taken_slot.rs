@@ -22,15 +22,17 @@ pub(super) struct TakenSlot<'a> {
 }
 
 impl<'a> TakenSlot<'a> {
-    /// Takes a free track slot or, if there is none, that of the snapshot that is evicted first.
+    /// Takes a free track slot or, if there is none, that of the snapshot that is evicted first: for a snapshot that
+    /// is needed, or is only offered, `offered_at` so many tokens from the beginning.
     pub(super) fn new(
         states: &'a GdnPool,
         owner: &'a Owner,
         cache: &mut CacheState,
         hold: &mut Hold,
+        offered_at: Option<usize>,
     ) -> Option<Self> {
         let (slot, copy) = states.take_cached(owner).or_else(|| {
-            let slot = cache.tree.evict_snapshot(hold)?;
+            let slot = cache.tree.evict_snapshot(hold, offered_at)?;
             Some((slot, cache.below.as_ref().and_then(|below| below.write_of(slot))))
         })?;
         Some(Self { states, owner, slot: Some(slot), copy })

@@ -257,6 +257,6 @@ impl Curve {
 
 /// Converts a count of tokens to a real number.
 #[expect(clippy::cast_precision_loss, reason = "tokens are counted far below 2^53")]
-pub(super) const fn real(tokens: u64) -> f64 {
+pub(in crate::cache) const fn real(tokens: u64) -> f64 {
     tokens as f64
 }

@@ -1,0 +1,120 @@
+//! Which snapshots of states a tree keeps, by what its policy estimates.
+
+use kvpool::base::{Id, Page, StateSlot};
+use kvpool::cache::{History, Hold, Namespace, NodeId, Policy, ResumeAt, Tick, Tree};
+
+/// Evicts the leaf that became evictable first, and estimates as many uses as there were.
+#[derive(Debug, Default)]
+struct ByUses(Vec<NodeId>);
+
+impl Policy for ByUses {
+    fn insert(&mut self, leaf: NodeId, _history: &History, _now: Tick) {
+        self.0.push(leaf);
+    }
+
+    fn remove(&mut self, leaf: NodeId) {
+        self.0.retain(|&other| other != leaf);
+    }
+
+    fn victim(&mut self, _now: Tick) -> Option<NodeId> {
+        self.0.first().copied()
+    }
+
+    fn bytes(&self) -> usize {
+        0
+    }
+
+    fn worth(&mut self, history: &History, _now: Tick) -> Option<f64> {
+        Some(f64::from(history.uses))
+    }
+}
+
+/// A tree of pages of one token, with a snapshot for each number that was given out.
+struct Scene {
+    tree: Tree,
+    taken: u32,
+}
+
+impl Scene {
+    fn new() -> Self {
+        Self { tree: Tree::new(1, ResumeAt::Snapshot, Box::new(ByUses::default())), taken: 0 }
+    }
+
+    fn hold(&mut self, prompt: &[i32]) -> Hold {
+        self.tree.match_prefix(&Namespace::Unnamed, &prompt, prompt.len()).unwrap()
+    }
+
+    /// Publishes tokens behind a hold, with a snapshot at their end if that is `with_snapshot`.
+    fn publish(&mut self, hold: &mut Hold, tokens: &[i32], with_snapshot: bool) {
+        let found = self.tree.find(hold, &tokens).unwrap();
+        let pages: Vec<_> =
+            tokens[found.len()..].iter().map(|&token| Page::new(token.cast_unsigned())).collect();
+        self.tree.publish(hold, found, tokens[found.len()..].to_vec(), &pages);
+        if with_snapshot {
+            self.taken += 1;
+            self.tree.set_snapshot(hold, StateSlot::new(self.taken));
+        }
+    }
+
+    /// Publishes a prompt with a snapshot at the end of each of its parts.
+    fn add(&mut self, parts: &[&[i32]]) {
+        let mut hold = self.hold(&parts.concat());
+        for part in parts {
+            self.publish(&mut hold, part, true);
+        }
+        drop(self.tree.release(hold));
+    }
+
+    fn use_prompt(&mut self, prompt: &[i32]) {
+        let hold = self.hold(prompt);
+        drop(self.tree.release(hold));
+    }
+
+    /// How much of a prompt a request can resume from.
+    fn usable(&self, prompt: &[i32]) -> usize {
+        self.tree.cached_len(&Namespace::Unnamed, &prompt).unwrap()
+    }
+}
+
+#[test]
+fn a_snapshot_that_is_worth_less_than_all_others_is_not_made() {
+    let mut scene = Scene::new();
+    scene.add(&[&[1, 2, 3, 4]]);
+    scene.add(&[&[11, 12, 13, 14, 15]]);
+    let mut hold = scene.hold(&[21, 22, 23]);
+    // It would save three tokens, and the others save four and five.
+    assert_eq!(scene.tree.evict_snapshot(&mut hold, Some(3)), None);
+    assert_eq!((scene.usable(&[1, 2, 3, 4]), scene.usable(&[11, 12, 13, 14, 15])), (4, 5));
+    // One that saves as much as the first takes its place, and so does one that is needed.
+    assert_eq!(scene.tree.evict_snapshot(&mut hold, Some(4)), Some(StateSlot::new(1)));
+    assert_eq!(scene.tree.evict_snapshot(&mut hold, None), Some(StateSlot::new(2)));
+}
+
+#[test]
+fn a_later_snapshot_of_a_path_saves_the_tokens_of_the_one_that_it_replaces() {
+    let mut scene = Scene::new();
+    scene.add(&[&[11, 12, 13, 14, 15]]);
+    let mut hold = scene.hold(&[1, 2, 3, 4, 5, 6]);
+    scene.publish(&mut hold, &[1, 2, 3, 4], true);
+    // The one at its end is followed by the later one, at which requests are more likely to resume.
+    assert_eq!(scene.tree.evict_snapshot(&mut hold, Some(6)), Some(StateSlot::new(2)));
+}
+
+#[test]
+fn uses_of_a_path_count_for_its_last_snapshot_and_not_for_those_on_the_way() {
+    let mut scene = Scene::new();
+    scene.add(&[&[1, 2], &[3, 4, 5]]);
+    scene.add(&[&[11, 12], &[13, 14, 15]]);
+    for _ in 0..8 {
+        scene.use_prompt(&[11, 12, 13, 14, 15]);
+    }
+    // A request resumes on the way of the first prompt.
+    scene.use_prompt(&[1, 2]);
+    let mut order = Vec::new();
+    let mut hold = scene.hold(&[]);
+    while let Some(slot) = scene.tree.evict_snapshot(&mut hold, None) {
+        order.push(slot.number());
+    }
+    // The pages before the third one were used nine times, but no request resumed from it.
+    assert_eq!(order, [3, 2, 1, 4]);
+}
