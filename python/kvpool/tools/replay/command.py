@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from kvpool.prefill_cost import PrefillCost
     from kvpool.tools.traces import Trace
 
-DESCRIPTION = """\
+DESCRIPTION = (
+    """\
 Drive the pools with a request trace and check every stored K and V row.
 
 Runs continuous batching on a virtual clock: admission, prefill with a token
@@ -38,7 +39,11 @@ the end, or no request fits.
 
 With --capacity the prefix cache alone is measured instead: its hit rate by
 policy and size, request after request, without a clock and without outputs.
---compare measures all policies, and the seconds of prefill that they save."""
+--compare measures all policies, and the seconds of prefill that they save.
+--states measures what a hybrid model finds, which resumes only at snapshots
+of its state, beside a full-attention model."""
+    ""
+)
 
 SYNTHETIC_REQUESTS = 2_000
 """Requests of the synthetic trace, if --requests is not given."""
@@ -102,6 +107,10 @@ def make_parser() -> Parser:
     parser.add_argument("--compare", action="store_true", help=compare)
     cost = f"costs of --compare: 8B, 70B, or a CSV file of prefills (default: {COMPARED_COSTS})"
     add("--cost", cost, metavar="COSTS")
+    states = "measure hybrid models: a snapshot takes the memory of K and V of so many tokens: 1600,3100"
+    add("--states", states, metavar="SIZES")
+    add("--state-share", "share of the memory that --states gives to snapshots", of=_share, value=0.05)
+    add("--chunk", "tokens of a chunk of a prompt, at whose end --states takes one", of=count, value=8192)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add("--plot", "write a plot of occupancy and latencies, or of hit rates", of=Path, metavar="FILE")
     progress = parser.add_mutually_exclusive_group()
@@ -117,21 +126,18 @@ def run(options: argparse.Namespace) -> int:
     with waiting("loading PyTorch"):
         from rich.console import Console  # noqa: PLC0415 - of an extra, as the rest
 
-        from kvpool.tools.replay import bars  # noqa: PLC0415
+        from kvpool.tools.replay import bars, hybrid_rates  # noqa: PLC0415
         from kvpool.tools.replay.hit_rates import Job  # noqa: PLC0415
+        from kvpool.tools.replay.hybrid_rates import HybridJob  # noqa: PLC0415
         from kvpool.tools.replay.output import Output  # noqa: PLC0415
         from kvpool.tools.replay.replay import Replay  # noqa: PLC0415
         from kvpool.tools.traces import TraceError  # noqa: PLC0415
 
-    if options.compare and options.capacity is None:
-        options.capacity = COMPARED_CAPACITIES
-    if options.capacity is not None and not options.compare and (options.kv or not options.prefix_cache):
-        refuse("--capacity measures the prefix cache alone; give --no-kv and --prefix-cache with it")
-    if options.cost is not None and not options.compare:
-        refuse("--cost is what the hits of --compare save")
-    sizes = None if options.capacity is None else _capacities(options.capacity)
+    _check_measured(options)
+    sizes = None if options.capacity is None else _sizes("--capacity", options.capacity)
+    states = None if options.states is None else _sizes("--states", options.states)
     try:
-        policies = _policies(options.policy, has_several=sizes is not None)
+        policies = _policies(options.policy, has_several=sizes is not None and states is None)
         if options.compare:
             policies = [*dict.fromkeys((*COMPARED_POLICIES, *policies))]
         costs = _costs(options.cost or COMPARED_COSTS) if options.compare else ()
@@ -143,6 +149,12 @@ def run(options: argparse.Namespace) -> int:
         errors = Console(stderr=True)
         show = errors.is_terminal and not options.json if options.progress is None else options.progress
         console = errors if show else None
+        if sizes is not None and states is not None:
+            hybrid = HybridJob(states, sizes, options.state_share, options.chunk, policies[0])
+            with waiting("measuring"):
+                found = hybrid_rates.measure(loaded, hybrid)
+            output.print_hybrid_rates(found)
+            return 0
         if sizes is not None:
             if options.compare and loaded.followed_by is not None and WITH_SESSIONS not in policies:
                 policies.insert(policies.index("adaptive") + 1, WITH_SESSIONS)
@@ -158,6 +170,19 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, MemoryError) as error:
         fail(str(error) or "out of memory")
     return 0
+
+
+def _check_measured(options: argparse.Namespace) -> None:
+    """Exit if the options of what is measured without a clock do not go together."""
+    if (options.compare or options.states is not None) and options.capacity is None:
+        options.capacity = COMPARED_CAPACITIES
+    if options.states is not None and (options.compare or options.plot is not None):
+        refuse("--states has a table of its own, without --compare and --plot")
+    measures_all = options.compare or options.states is not None
+    if options.capacity is not None and not measures_all and (options.kv or not options.prefix_cache):
+        refuse("--capacity measures the prefix cache alone; give --no-kv and --prefix-cache with it")
+    if options.cost is not None and not options.compare:
+        refuse("--cost is what the hits of --compare save")
 
 
 def _config(options: argparse.Namespace, policy: str) -> ReplayConfig:
@@ -214,12 +239,20 @@ def _costs(text: str) -> tuple[PrefillCost, ...]:
     return tuple(COSTS[name] if name in COSTS else read_cost(Path(name)) for name in names)
 
 
-def _capacities(text: str) -> list[int]:
+def _share(text: str) -> float:
+    """Return a share above 0 and below 1."""
+    share = float(text)
+    if not 0.0 < share < 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return share
+
+
+def _sizes(option: str, text: str) -> list[int]:
     """Return the sizes in tokens: `500K,8.2M` is 500,000 and 8,200,000."""
     sizes = []
     for part in text.split(","):
         size = round(parse_count(part) or 0)
         if not 1 <= size < 1 << 31:
-            refuse(f"--capacity: {part.strip()!r} is not a size in tokens such as 65536, 500K or 8.2M")
+            refuse(f"{option}: {part.strip()!r} is not a size in tokens such as 65536, 500K or 8.2M")
         sizes.append(size)
     return sizes

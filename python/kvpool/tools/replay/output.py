@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvpool.tools.replay.hit_rates import HitRates
+    from kvpool.tools.replay.hybrid_rates import HybridRates
     from kvpool.tools.replay.replay import ReplayResult
 
 T = TypeVar("T")
@@ -69,6 +70,15 @@ class Output:
 
             save_rates(rates, self.plot)
             self._print_path(self.plot)
+
+    def print_hybrid_rates(self, rates: HybridRates) -> None:
+        """Print what hybrid models find."""
+        from kvpool.tools.replay.report import (  # noqa: PLC0415 - it needs NumPy
+            hybrid_rates_as_json,
+            print_hybrid_rates,
+        )
+
+        self._print(rates, hybrid_rates_as_json, print_hybrid_rates)
 
     def _print(
         self, found: T, as_json: Callable[[T], dict[str, Any]], show: Callable[[T, Console], None]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvpool.tools.replay.hit_rates import HitRate, HitRates
+    from kvpool.tools.replay.hybrid_rates import HybridRates
     from kvpool.tools.replay.replay import ReplayResult
 
 
@@ -80,6 +81,39 @@ def print_rates(rates: HitRates, console: Console) -> None:
         f"{rates.blocks:,} blocks of {rates.block_size} tokens in {rates.requests:,} prompts, pages of "
         f"{rates.page_size}; an unlimited cache finds {rates.repeated_blocks / rates.blocks:.1%}; "
         f"{sum(rate.wall_s for rate in rates.rates):,.1f} s",
+        highlight=False,
+    )
+
+
+def hybrid_rates_as_json(rates: HybridRates) -> dict[str, Any]:
+    """Return what hybrid models find as plain values."""
+    plain = asdict(rates)
+    for entry, rate in zip(plain["rates"], rates.rates, strict=True):
+        entry["share_found"] = rate.share
+    return plain
+
+
+def print_hybrid_rates(rates: HybridRates, console: Console) -> None:
+    """Print a row for each capacity and size of snapshots."""
+    console.print(f"Tokens found by hybrid models, {rates.trace}", style="italic", highlight=False)
+    table = Table()
+    for column in ("memory", "a snapshot", "snapshots", "full attention", "hybrid", "share"):
+        table.add_column(column, justify="right")
+    for rate in rates.rates:
+        table.add_row(
+            tokens_text(rate.capacity),
+            f"{rate.snapshot_tokens:,}",
+            f"{rate.snapshots:,}",
+            f"{rate.full_tokens / rates.prompt_tokens:.1%}",
+            f"{rate.hybrid_tokens / rates.prompt_tokens:.1%}",
+            f"{rate.share:.1%}",
+        )
+    console.print(table)
+    console.print(
+        f"{rates.prompt_tokens:,} tokens in whole blocks of {rates.requests:,} prompts, in chunks of "
+        f"{rates.chunk:,}; policy {rates.policy}.",
+        f"{rates.share:.0%} of the memory for snapshots. memory, a snapshot: in tokens of K and V.",
+        sep="\n",
         highlight=False,
     )
 

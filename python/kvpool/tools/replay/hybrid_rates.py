@@ -1,0 +1,157 @@
+"""The share of what a full-attention model finds in a prefix cache that a hybrid model finds.
+
+The cache alone is measured, as in `hit_rates`. A hybrid model resumes only where there is a snapshot of its
+state, so that part of the memory is given to snapshots. Prompts are cut to whole blocks, because a trace does
+not say what follows the last tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpool import GDNPool, TokenToKVPoolAllocator
+from kvpool._kvpool import PrefixCache
+from kvpool.errors import ConfigError
+from kvpool.tools.policies import policy_named
+from kvpool.tools.replay.prompts import Prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvpool.tools.traces import Trace
+
+
+@dataclass(frozen=True)
+class HybridJob:
+    """What is measured.
+
+    Attributes:
+        snapshot_tokens: Tokens whose K and V take up as much memory as a snapshot, for each model.
+        capacities: Tokens whose K and V fill the memory of the cache.
+        share: Share of the memory that is given to snapshots, below 1.
+        chunk: Tokens of a chunk of a prompt, at whose end a state is published.
+        policy: Name of the policy of eviction.
+    """
+
+    snapshot_tokens: Sequence[int]
+    capacities: Sequence[int]
+    share: float = 0.05
+    chunk: int = 8192
+    policy: str = "adaptive"
+
+
+@dataclass(frozen=True)
+class HybridRate:
+    """What a hybrid model finds.
+
+    Attributes:
+        capacity: Tokens whose K and V would fill the memory.
+        snapshot_tokens: Tokens that a snapshot takes up the memory of.
+        snapshots: Snapshots that fit their share.
+        full_tokens: Tokens that a full-attention model finds in all of the memory.
+        hybrid_tokens: Tokens that the hybrid model finds.
+    """
+
+    capacity: int
+    snapshot_tokens: int
+    snapshots: int
+    full_tokens: int
+    hybrid_tokens: int
+
+    @property
+    def share(self) -> float:
+        """The share of the tokens that the hybrid model finds; 1 if there is nothing to find."""
+        return self.hybrid_tokens / self.full_tokens if self.full_tokens else 1.0
+
+
+@dataclass(frozen=True)
+class HybridRates:
+    """What hybrid models find.
+
+    Attributes:
+        trace: Name of the trace.
+        requests: Requests of the trace.
+        prompt_tokens: Tokens of all prompts, in whole blocks.
+        share: Share of the memory that is given to snapshots.
+        chunk: Tokens of a chunk.
+        policy: Name of the policy of eviction.
+        rates: One entry for each capacity and size of snapshots.
+    """
+
+    trace: str
+    requests: int
+    prompt_tokens: int
+    share: float
+    chunk: int
+    policy: str
+    rates: list[HybridRate]
+
+
+def measure(trace: Trace, job: HybridJob) -> HybridRates:
+    """Measure what a hybrid model finds beside a full-attention model with the same K and V for each token.
+
+    Raises:
+        ConfigError: If a chunk is less than a block, or a share of the memory has no place for a block or a
+            snapshot.
+    """
+    block = trace.block_size
+    if job.chunk < block:
+        raise ConfigError(f"chunk {job.chunk} is less than a block of {block} tokens")
+    prompts = Prompts(trace)
+    texts = [
+        prompts.whole_blocks_of(request)[: length // block * block]
+        for request, length in enumerate(trace.input_lens.tolist())
+    ]
+    rates = []
+    for capacity in job.capacities:
+        full = _found(texts, capacity // block * block, block, job, snapshots=0)
+        for snapshot_tokens in job.snapshot_tokens:
+            snapshots = int(capacity * job.share / snapshot_tokens)
+            kept = int(capacity * (1.0 - job.share)) // block * block
+            if not (snapshots and kept):
+                raise ConfigError(
+                    f"{job.share:.0%} of {capacity} tokens for snapshots: needs place for a snapshot of "
+                    f"{snapshot_tokens} tokens, and beside it for a block of {block}"
+                )
+            hybrid = _found(texts, kept, block, job, snapshots)
+            rates.append(HybridRate(capacity, snapshot_tokens, snapshots, full, hybrid))
+    return HybridRates(
+        trace=trace.name,
+        requests=len(trace),
+        prompt_tokens=sum(map(len, texts)),
+        share=job.share,
+        chunk=job.chunk,
+        policy=job.policy,
+        rates=rates,
+    )
+
+
+def _found(
+    texts: Sequence[NDArray[np.int32]], capacity: int, block: int, job: HybridJob, snapshots: int
+) -> int:
+    """Return the tokens that are found with pages of a block; without snapshots by a full-attention model."""
+    allocator = TokenToKVPoolAllocator(capacity, device="cpu", page_size=block, need_sort=False)
+    states = None
+    if snapshots:
+        states = GDNPool(1, 1, 1, 1, 1, 1, 2, device="cpu", max_track_slots=snapshots)
+    cache = PrefixCache(allocator, policy=policy_named(job.policy), states=states)
+    chunk = job.chunk // block * block
+    found = 0
+    for text in texts:
+        tokens = text[:capacity]
+        with cache.match(tokens) as lease:
+            found += lease.length
+            if states is None and lease.length < len(tokens):
+                lease.publish(tokens[lease.length :], allocator.alloc(len(tokens) - lease.length))
+            # What other prompts have in common with this one ends a chunk.
+            cached = lease.kv_length
+            while lease.length < len(tokens):
+                begin = lease.length
+                end = min(begin + chunk, len(tokens))
+                end = cached if begin < cached < end else end
+                lease.publish(tokens[begin:end], allocator.alloc(end - begin), state=1)
+    return found
