@@ -70,6 +70,12 @@ impl Scene {
         drop(self.tree.release(hold));
     }
 
+    /// Takes the slot for a snapshot that is offered at the end of `tokens` behind a hold.
+    fn offer(&mut self, hold: &mut Hold, tokens: &[i32]) -> Option<StateSlot> {
+        let found = self.tree.find(hold, &tokens).unwrap();
+        self.tree.evict_snapshot(hold, Some((&found, tokens.len())))
+    }
+
     /// How much of a prompt a request can resume from.
     fn usable(&self, prompt: &[i32]) -> usize {
         self.tree.cached_len(&Namespace::Unnamed, &prompt).unwrap()
@@ -83,10 +89,10 @@ fn a_snapshot_that_is_worth_less_than_all_others_is_not_made() {
     scene.add(&[&[11, 12, 13, 14, 15]]);
     let mut hold = scene.hold(&[21, 22, 23]);
     // It would save three tokens, and the others save four and five.
-    assert_eq!(scene.tree.evict_snapshot(&mut hold, Some(3)), None);
+    assert_eq!(scene.offer(&mut hold, &[21, 22, 23]), None);
     assert_eq!((scene.usable(&[1, 2, 3, 4]), scene.usable(&[11, 12, 13, 14, 15])), (4, 5));
     // One that saves as much as the first takes its place, and so does one that is needed.
-    assert_eq!(scene.tree.evict_snapshot(&mut hold, Some(4)), Some(StateSlot::new(1)));
+    assert_eq!(scene.offer(&mut hold, &[21, 22, 23, 24]), Some(StateSlot::new(1)));
     assert_eq!(scene.tree.evict_snapshot(&mut hold, None), Some(StateSlot::new(2)));
 }
 
@@ -97,7 +103,19 @@ fn a_later_snapshot_of_a_path_saves_the_tokens_of_the_one_that_it_replaces() {
     let mut hold = scene.hold(&[1, 2, 3, 4, 5, 6]);
     scene.publish(&mut hold, &[1, 2, 3, 4], true);
     // The one at its end is followed by the later one, at which requests are more likely to resume.
-    assert_eq!(scene.tree.evict_snapshot(&mut hold, Some(6)), Some(StateSlot::new(2)));
+    assert_eq!(scene.offer(&mut hold, &[5, 6]), Some(StateSlot::new(2)));
+}
+
+#[test]
+fn where_prompts_part_an_offered_snapshot_is_worth_the_uses_of_the_pages_before_it() {
+    let mut scene = Scene::new();
+    scene.add(&[&[11, 12, 13, 14, 15]]);
+    let mut hold = scene.hold(&[1, 2, 3, 4]);
+    scene.publish(&mut hold, &[1, 2, 3, 4], false);
+    drop(scene.tree.release(hold));
+    let mut hold = scene.hold(&[1, 2, 3, 5]);
+    // It saves three tokens for two requests so far, and the other one five tokens for one.
+    assert_eq!(scene.offer(&mut hold, &[1, 2, 3]), Some(StateSlot::new(1)));
 }
 
 #[test]

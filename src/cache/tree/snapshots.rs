@@ -209,9 +209,13 @@ impl Tree {
     /// the later one will supersede, and the one of the lowest value, which may be that at the end of the hold.
     /// Snapshots at which other leases end are not evicted.
     ///
-    /// Returns `None` if there is none. If the later one is only offered, to be `offered_at` so many tokens from the
-    /// beginning, also if it is worth less than each of them.
-    pub fn evict_snapshot(&mut self, hold: &mut Hold, offered_at: Option<usize>) -> Option<StateSlot> {
+    /// Returns `None` if there is none. If the later one is only `offered`, for a number of tokens behind the hold of
+    /// which some were found, also if it is worth less than each of them.
+    pub fn evict_snapshot(
+        &mut self,
+        hold: &mut Hold,
+        offered: Option<(&FoundPrefix, usize)>,
+    ) -> Option<StateSlot> {
         if !self.snapshots.has_superseded()
             && let Some(own) = hold.own_snapshot.filter(|&own| self.is_alone_at(own, hold))
         {
@@ -220,18 +224,31 @@ impl Tree {
         }
         let at_end = Some(hold.node).filter(|&end| self.is_alone_at(end, hold));
         let (node, rank, value) = self.least_snapshot(at_end)?;
-        let is_worth_less = |end| self.value_behind(hold, end, node).is_some_and(|later| later < value);
-        if rank != SnapshotRank::Superseded && offered_at.is_some_and(is_worth_less) {
+        if rank != SnapshotRank::Superseded
+            && let Some((found, len)) = offered
+            && self.value_behind(hold, found, len, node).is_some_and(|later| later < value)
+        {
             return None;
         }
         self.remove_snapshot(node)
     }
 
-    /// Returns the value of a snapshot `end` tokens from the beginning, behind a hold, that replaces the one at
-    /// `replaced`. `None` if the policy does not estimate it.
-    fn value_behind(&mut self, hold: &Hold, end: usize, replaced: NodeId) -> Option<f64> {
-        let new = History::of_new(Remembered::default(), self.now);
-        let worth = self.queues.policy.worth(&new, self.now)?;
+    /// Returns the value of a snapshot at the end of `len` tokens behind a hold, of which some were found, that
+    /// replaces the one at `replaced`. `None` if the policy does not estimate it.
+    fn value_behind(
+        &mut self,
+        hold: &Hold,
+        found: &FoundPrefix,
+        len: usize,
+        replaced: NodeId,
+    ) -> Option<f64> {
+        let (now, end) = (self.now, hold.len() + len);
+        let mut history = History::of_new(Remembered::default(), now);
+        if found.len() == len {
+            history = self.node(found.place.node).history;
+            history.touch(now);
+        }
+        let worth = self.queues.policy.worth(&history, now)?;
         let mut path = self.path(hold.node).filter(|&at| self.node(at).has_snapshot && at != replaced);
         Some(LIKELY * worth * self.snapshots.gap(path.next(), end))
     }

@@ -99,8 +99,7 @@ impl Lease {
             if !cache.tree.lacks_snapshot(&found, len) {
                 return Ok(None);
             }
-            let end = lease.hold.len() + len;
-            Ok(TakenSlot::new(states, &self.shared.owner, cache, &mut lease.hold, Some(end)))
+            Ok(TakenSlot::new(states, &self.shared.owner, cache, &mut lease.hold, Some((&found, len))))
         })?;
         if let Some(taken) = &taken {
             taken.make_ready(stream)?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::base::{Result, StateSlot};
-use crate::cache::Hold;
+use crate::cache::{FoundPrefix, Hold};
 use crate::index::Owner;
 use crate::memory::Stream;
 use crate::pool::GdnPool;
@@ -23,16 +23,16 @@ pub(super) struct TakenSlot<'a> {
 
 impl<'a> TakenSlot<'a> {
     /// Takes a free track slot or, if there is none, that of the snapshot that is evicted first: for a snapshot that
-    /// is needed, or is only offered, `offered_at` so many tokens from the beginning.
+    /// is needed, or that is only `offered` ([`Tree::evict_snapshot`](crate::cache::Tree::evict_snapshot)).
     pub(super) fn new(
         states: &'a GdnPool,
         owner: &'a Owner,
         cache: &mut CacheState,
         hold: &mut Hold,
-        offered_at: Option<usize>,
+        offered: Option<(&FoundPrefix, usize)>,
     ) -> Option<Self> {
         let (slot, copy) = states.take_cached(owner).or_else(|| {
-            let slot = cache.tree.evict_snapshot(hold, offered_at)?;
+            let slot = cache.tree.evict_snapshot(hold, offered)?;
             Some((slot, cache.below.as_ref().and_then(|below| below.write_of(slot))))
         })?;
         Some(Self { states, owner, slot: Some(slot), copy })
