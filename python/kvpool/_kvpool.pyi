@@ -2823,8 +2823,9 @@ class Lease:
                 planner the cache has no table: write `Published.slots` to yours.
             state: A working slot of the cache's states, whose state is that after the last whole page. A
                 snapshot of it is kept if a track slot is free or can be given up: superseded ones first, which are
-                earlier ones of the same lease behind the tokens that it was matched with. The state is copied
-                before anything is published, on the current stream.
+                earlier ones of the same lease behind the tokens that it was matched with, then the one that is worth
+                least, unless the new one is worth less. The state is copied before anything is published, on the
+                current stream.
 
         Nothing is changed if the call raises, except that another snapshot may have been given up for the state.
 

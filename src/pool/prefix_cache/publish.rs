@@ -46,8 +46,8 @@ impl Lease {
     /// partial page at the end stays the caller's. The caller's slots of pages that others have published in
     /// between are freed.
     ///
-    /// With a state, a snapshot of it is kept at the new end of the lease, if there is a track slot for it.
-    /// It is copied first.
+    /// With a state, a snapshot of it is kept at the new end of the lease, if there is a track slot for it and it
+    /// is not worth less than all others. It is copied first.
     ///
     /// # Errors
     /// See [`Self::len`]. [`ErrorKind::Argument`] for a number that is no token id, and when there are not as
