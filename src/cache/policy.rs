@@ -169,6 +169,13 @@ impl History {
 ///
 /// Both are the uses that it expected of a token while as many tokens are looked up as the cache has; with a
 /// [`PrefillCost`], times the seconds that a use saves.
+///
+/// ```
+/// use kvpool::cache::{BlockTokens, PolicyKind, Worth};
+/// let policy = PolicyKind::Adaptive.policy(1024, BlockTokens::of_page_size(16), None);
+/// let judged: Option<Worth> = policy.judged();
+/// assert_eq!(judged, None, "there was no victim");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Worth {
     /// That of the victim.
@@ -254,6 +261,12 @@ pub trait Policy: fmt::Debug + Send {
     fn worth(&mut self, history: &History, now: Tick) -> Option<f64> {
         let _ = (history, now);
         None
+    }
+
+    /// Returns what a use of the tokens at these positions saves: their number or, by a policy with a
+    /// [`PrefillCost`], their seconds.
+    fn saved(&self, positions: Range<u32>) -> f64 {
+        f64::from(positions.end - positions.start)
     }
 
     /// Records that a request found `tokens` tokens whose history so far is `history`.

@@ -1,23 +1,28 @@
 //! Which snapshots of states a tree keeps, by what its policy estimates.
 
+use std::ops::Range;
+
 use kvpool::base::{Id, Page, StateSlot};
-use kvpool::cache::{History, Hold, Namespace, NodeId, Policy, ResumeAt, Tick, Tree};
+use kvpool::cache::{History, Hold, Namespace, NodeId, Policy, PrefillCost, ResumeAt, Tick, Tree};
 
 /// Evicts the leaf that became evictable first, and estimates as many uses as there were.
 #[derive(Debug, Default)]
-struct ByUses(Vec<NodeId>);
+struct ByUses {
+    leaves: Vec<NodeId>,
+    cost: Option<PrefillCost>,
+}
 
 impl Policy for ByUses {
-    fn insert(&mut self, leaf: NodeId, _history: &History, _now: Tick) {
-        self.0.push(leaf);
+    fn insert(&mut self, leaf: NodeId, _positions: Range<u32>, _history: &History, _now: Tick) {
+        self.leaves.push(leaf);
     }
 
     fn remove(&mut self, leaf: NodeId) {
-        self.0.retain(|&other| other != leaf);
+        self.leaves.retain(|&other| other != leaf);
     }
 
     fn victim(&mut self, _now: Tick) -> Option<NodeId> {
-        self.0.first().copied()
+        self.leaves.first().copied()
     }
 
     fn bytes(&self) -> usize {
@@ -26,6 +31,11 @@ impl Policy for ByUses {
 
     fn worth(&mut self, history: &History, _now: Tick) -> Option<f64> {
         Some(f64::from(history.uses))
+    }
+
+    fn saved(&self, positions: Range<u32>) -> f64 {
+        let tokens = f64::from(positions.end - positions.start);
+        self.cost.map_or(tokens, |cost| cost.seconds(positions))
     }
 }
 
@@ -37,7 +47,11 @@ struct Scene {
 
 impl Scene {
     fn new() -> Self {
-        Self { tree: Tree::new(1, ResumeAt::Snapshot, Box::new(ByUses::default())), taken: 0 }
+        Self::with(ByUses::default())
+    }
+
+    fn with(policy: ByUses) -> Self {
+        Self { tree: Tree::new(1, ResumeAt::Snapshot, Box::new(policy)), taken: 0 }
     }
 
     fn hold(&mut self, prompt: &[i32]) -> Hold {
@@ -104,6 +118,20 @@ fn a_later_snapshot_of_a_path_saves_the_tokens_of_the_one_that_it_replaces() {
     scene.publish(&mut hold, &[1, 2, 3, 4], true);
     // The one at its end is followed by the later one, at which requests are more likely to resume.
     assert_eq!(scene.offer(&mut hold, &[5, 6]), Some(StateSlot::new(2)));
+}
+
+#[test]
+fn a_snapshot_far_behind_saves_more_seconds() {
+    let cost = PrefillCost::new(1e-6, 1e-3).unwrap();
+    for (cost, first) in [(None, 3), (Some(cost), 1)] {
+        let mut scene = Scene::with(ByUses { cost, ..ByUses::default() });
+        scene.add(&[&[1, 2, 3, 4]]);
+        scene.add(&[&[11, 12, 13, 14, 15, 16, 17], &[18, 19, 20]]);
+        // The last one saves three tokens, and those before it twice as much as four at a beginning.
+        scene.use_prompt(&[11, 12, 13, 14, 15, 16, 17]);
+        let mut hold = scene.hold(&[21]);
+        assert_eq!(scene.tree.evict_snapshot(&mut hold, None), Some(StateSlot::new(first)));
+    }
 }
 
 #[test]

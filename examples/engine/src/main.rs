@@ -186,7 +186,8 @@ fn engine() -> Result<Engine> {
     };
     let tier = LowerTier { host: Arc::new(HostTier::new(&config, &kv, None, &host)?), digest, store: None };
     let config = PrefixCacheConfig {
-        policy: PolicyKind::Adaptive, cost: None,
+        policy: PolicyKind::Adaptive,
+        cost: None,
         max_pinned: 0.5,
         name: "prefixes".into(),
         events: None,

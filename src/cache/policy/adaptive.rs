@@ -79,6 +79,7 @@ pub(super) struct Adaptive {
     ghosts: Ghosts,
     lifetimes: Lifetimes,
     recency: Recency,
+    cost: Option<PrefillCost>,
     /// What the last victim was worth, unless recency decided.
     judged: Option<Worth>,
     capacity: f64,
@@ -96,6 +97,7 @@ impl Adaptive {
             recency: Recency::new(capacity),
             ages,
             levels,
+            cost,
             judged: None,
             capacity: real(capacity),
             block_tokens: block_tokens.get(),
@@ -164,6 +166,13 @@ impl Policy for Adaptive {
         let age = self.ages.of(now.since(history.used));
         let class = class(history.uses, history.outlook);
         self.lifetimes.is_known().then(|| class.map_or(0.0, |class| self.lifetimes.worth()[class][age]))
+    }
+
+    fn saved(&self, positions: Range<u32>) -> f64 {
+        match self.cost {
+            Some(cost) => cost.seconds(positions),
+            None => f64::from(positions.end - positions.start),
+        }
     }
 
     fn record_use(&mut self, history: &History, tokens: u32, now: Tick) {

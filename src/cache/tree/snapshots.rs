@@ -4,13 +4,16 @@
 //! path. Of a prompt that is computed in chunks, a snapshot at the end of every chunk saves little more than
 //! every second one does, so that snapshots are thinned out evenly before any prompt loses all of its own.
 //!
-//! Its value is these tokens times the rate at which requests will resume from it, as the policy of eviction
-//! estimates it. At the last snapshot of a path these are the requests that use the pages before it. Of those
-//! that use the pages before another one, most go on to a later one, so that only the requests count that have
-//! resumed from it. A policy that estimates nothing has snapshots go by the time since their last use.
+//! Its value is these tokens, or the seconds that they take, times the rate at which requests will resume from
+//! it, as the policy of eviction estimates it. At the last snapshot of a path these are the requests that use
+//! the pages before it. Of those that use the pages before another one, most go on to a later one, so that only
+//! the requests count that have resumed from it. A policy that estimates nothing has snapshots go by the time
+//! since their last use.
 //!
 //! *Cost.* An eviction looks at every snapshot: 0.02 ms with 1,000 of them, and 0.2 ms with 10,000. A GPU has a few
 //! hundred. An insertion or a removal does so only if there are nodes below.
+
+use std::ops::Range;
 
 use crate::base::{KeyMap, StateSlot, widen};
 use crate::cache::Remembered;
@@ -18,7 +21,7 @@ use crate::cache::policy::real;
 
 use super::cause::Cause;
 use super::evict::Evicted;
-use super::{FoundPrefix, History, Hold, Kind, NodeId, Tick, Tree};
+use super::{FoundPrefix, History, Hold, Kind, NodeId, Tick, Tree, narrow};
 
 /// How many times as much a snapshot is worth at which requests are likely to resume: the last one on its
 /// path, where a conversation continues, the last one of a prompt, or one from which a request has resumed.
@@ -71,10 +74,10 @@ impl Snapshots {
         self.by_node.capacity() * (size_of::<(NodeId, Snapshot)>() + 1)
     }
 
-    /// Returns the tokens from the snapshot at `above`, or from the beginning, up to `end`.
-    fn gap(&self, above: Option<NodeId>, end: usize) -> f64 {
+    /// Returns the positions from the snapshot at `above`, or from the beginning, up to `end`.
+    fn positions(&self, above: Option<NodeId>, end: usize) -> Range<u32> {
         let above = above.and_then(|above| self.by_node.get(&above));
-        real((end - above.map_or(0, |above| above.end)) as u64)
+        narrow(above.map_or(0, |above| above.end))..narrow(end)
     }
 
     fn remove(&mut self, node: NodeId) -> Option<StateSlot> {
@@ -250,7 +253,8 @@ impl Tree {
         }
         let worth = self.queues.policy.worth(&history, now)?;
         let mut path = self.path(hold.node).filter(|&at| self.node(at).has_snapshot && at != replaced);
-        Some(LIKELY * worth * self.snapshots.gap(path.next(), end))
+        let positions = self.snapshots.positions(path.next(), end);
+        Some(LIKELY * worth * self.queues.policy.saved(positions))
     }
 
     /// Returns the snapshot to evict next, of those that are unused and `own`, behind which another one follows, with
@@ -271,7 +275,8 @@ impl Tree {
             };
             let rate = queues.policy.worth(&uses, *now).unwrap_or_else(|| real(age).recip());
             let factor = if is_last || snapshot.was_chosen { LIKELY } else { 1.0 };
-            (node, snapshot, factor * rate * snapshots.gap(snapshot.above, snapshot.end), age)
+            let saved = queues.policy.saved(snapshots.positions(snapshot.above, snapshot.end));
+            (node, snapshot, factor * rate * saved, age)
         });
         let least = valued.min_by(|(node, one, value, age), (other_node, other, other_value, other_age)| {
             one.rank

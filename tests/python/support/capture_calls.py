@@ -339,6 +339,12 @@ ENTRIES: dict[str, Entry] = {
     "PrefixCache.events": Entry(lambda w: w.cache.events(), WORKS),
     "PrefixCache.verify": Entry(lambda w: w.cache.verify(), WORKS),
     "PrefixCache.session": Entry(lambda w: w.cache.session(), WORKS),
+    "PrefillCost()": Entry(lambda _: kvpool.PrefillCost(1e-5, 1e-9), WORKS),
+    "PrefillCost.fit": Entry(lambda _: kvpool.PrefillCost.fit([(0, 10, 1e-3), (90, 10, 2e-3)]), WORKS),
+    "PrefillCost.of_model": Entry(
+        lambda _: kvpool.PrefillCost.of_model(weights=1e9, layers=2, heads=2, head_dim=64, flops=1e12), WORKS
+    ),
+    "PrefillCost.seconds": Entry(lambda _: kvpool.PrefillCost(1e-5, 1e-9).seconds(100), WORKS),
     "Session.pause": Entry(lambda w: w.cache.session("a").pause("user"), WORKS),
     "Session.end": Entry(lambda w: w.cache.session().end(), WORKS),
     # SlotTree: the same.
@@ -581,6 +587,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "PagePool": lambda w: w.pages,
     "Pool": lambda w: w.allocator,
     "PrefixCache": lambda w: w.cache,
+    "PrefillCost": lambda _: kvpool.PrefillCost(1e-5, 1e-9),
     "Session": lambda w: w.cache.session(),
     "SlotTree": lambda w: w.tree,
     "Published": lambda w: w.published,
