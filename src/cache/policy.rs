@@ -349,7 +349,7 @@ impl BlockTokens {
 /// }
 /// assert_eq!(policy.victim(Tick::new(9)), Some(NodeId::new(7)));
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub enum PolicyKind {
     /// Evicts the leaf that was used least recently.
     Lru,
@@ -365,10 +365,27 @@ pub enum PolicyKind {
     /// Evicts the leaf that is worth least, as learned from blocks that were evicted and then published
     /// again.
     Adaptive,
+    /// A policy of the caller, which the function makes.
+    Own(MakePolicy),
 }
 
+/// Makes a policy for a cache of so many tokens, with blocks of this size and the cost that the cache was given.
+///
+/// ```
+/// use kvpool::cache::{BlockTokens, MakePolicy, PolicyKind};
+/// // Another policy's order where there is no cost.
+/// let make: MakePolicy = |capacity, block, cost| match cost {
+///     Some(_) => PolicyKind::Adaptive.policy(capacity, block, cost),
+///     None => PolicyKind::Slru.policy(capacity, block, None),
+/// };
+/// let own = PolicyKind::Own(make);
+/// assert_eq!(own.name(), "own");
+/// assert!(own.policy(1024, BlockTokens::of_page_size(16), None).bytes() < 1024);
+/// ```
+pub type MakePolicy = fn(u64, BlockTokens, Option<PrefillCost>) -> Box<dyn Policy>;
+
 impl PolicyKind {
-    /// Every policy, the default last.
+    /// Every policy of this crate, the default last.
     pub const ALL: [Self; 6] = [Self::Lru, Self::Fifo, Self::Lfu, Self::Slru, Self::Priority, Self::Adaptive];
 
     /// Returns the name of this policy.
@@ -381,6 +398,7 @@ impl PolicyKind {
             Self::Slru => "slru",
             Self::Priority => "priority",
             Self::Adaptive => "adaptive",
+            Self::Own(_) => "own",
         }
     }
 
@@ -411,6 +429,7 @@ impl PolicyKind {
             Self::Slru => Box::new(ranked::Ranked::new(ranked::Slru)),
             Self::Priority => Box::new(ranked::Ranked::new(ranked::Priority)),
             Self::Adaptive => Box::new(adaptive::Adaptive::new(capacity, block_tokens, cost)),
+            Self::Own(make) => make(capacity, block_tokens, cost),
         }
     }
 }

@@ -1,13 +1,17 @@
 //! Policies of the prefix cache: the order of each, and what `adaptive` learns.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
-use kvpool::base::{Id, Page, widen};
+use kvpool::base::{Id, IndexVec, Page, widen};
 use kvpool::cache::{
-    BlockKey, BlockTokens, Cause, History, Namespace, NodeId, Outlook, Policy, PolicyKind, Pressure,
-    ResumeAt, Tick, Tree,
+    BlockKey, BlockTokens, Cause, History, MakePolicy, Namespace, NodeId, Outlook, Policy, PolicyKind,
+    Pressure, ResumeAt, Tick, Tree,
 };
+use kvpool::memory::{Backend, Host, Stream};
+use kvpool::pool::{AllocatorConfig, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
 use proptest::prelude::*;
 
 /// Tokens of a block.
@@ -252,8 +256,52 @@ fn adaptive_is_as_good_as_recency_where_that_is_best() {
 #[test]
 fn policies_have_names() {
     for kind in PolicyKind::ALL {
-        assert_eq!(PolicyKind::parse(kind.name()).unwrap(), kind);
+        assert_eq!(PolicyKind::parse(kind.name()).unwrap().name(), kind.name());
     }
     let error = PolicyKind::parse("mru").unwrap_err();
     assert!(error.to_string().contains("lru, fifo, lfu, slru, priority, adaptive"), "{error}");
+}
+
+/// Evicts the leaf that became evictable last.
+#[derive(Debug, Default)]
+struct Newest(Vec<NodeId>);
+
+impl Policy for Newest {
+    fn insert(&mut self, leaf: NodeId, _positions: Range<u32>, _history: &History, _now: Tick) {
+        self.0.push(leaf);
+    }
+
+    fn remove(&mut self, leaf: NodeId) {
+        self.0.retain(|&other| other != leaf);
+    }
+
+    fn victim(&mut self, _now: Tick) -> Option<NodeId> {
+        self.0.last().copied()
+    }
+
+    fn bytes(&self) -> usize {
+        self.0.capacity() * size_of::<NodeId>()
+    }
+}
+
+#[test]
+fn a_cache_evicts_by_a_policy_of_the_caller() {
+    let host: Arc<dyn Backend> = Arc::new(Host);
+    let slots = Arc::new(TokenToKvPoolAllocator::new(&AllocatorConfig::new(4), &host).unwrap());
+    let make: MakePolicy = |_capacity, _block, _cost| Box::new(Newest::default());
+    let policy = PolicyKind::Own(make);
+    assert_eq!(policy.name(), "own");
+    let config =
+        PrefixCacheConfig { policy, cost: None, max_pinned: 0.5, name: "cache".into(), events: None };
+    let cache = PrefixCache::new(config, Arc::clone(&slots), None, None).unwrap();
+    let stream = Stream::DEFAULT;
+    for (prompt, taken) in [([1, 2], vec![1, 2]), ([3, 4], vec![3, 4])] {
+        let prompt: &[i32] = &prompt;
+        let lease = cache.match_prefix(&Namespace::Unnamed, &prompt, 2, stream).unwrap();
+        drop(slots.alloc(2, stream).unwrap().expect("4 are free").keep());
+        lease.finish(&prompt, &IndexVec::I32(taken), stream).unwrap();
+    }
+    assert_eq!(cache.evict(2, stream), 2);
+    let found = |prompt: &[i32]| cache.cached_len(&Namespace::Unnamed, &prompt, stream).unwrap();
+    assert_eq!((found(&[1, 2]), found(&[3, 4])), (2, 0));
 }
