@@ -80,8 +80,8 @@ pub(super) struct Adaptive {
     lifetimes: Lifetimes,
     recency: Recency,
     cost: Option<PrefillCost>,
-    /// What the last victim was worth, unless recency decided.
-    judged: Option<Worth>,
+    /// Whether the last victim was chosen by its worth, and not by recency.
+    is_judged: bool,
     capacity: f64,
     block_tokens: u32,
 }
@@ -98,7 +98,7 @@ impl Adaptive {
             ages,
             levels,
             cost,
-            judged: None,
+            is_judged: false,
             capacity: real(capacity),
             block_tokens: block_tokens.get(),
         }
@@ -143,22 +143,18 @@ impl Policy for Adaptive {
 
     fn victim(&mut self, now: Tick) -> Option<NodeId> {
         self.learn(now);
-        let is_judged = self.lifetimes.is_known() && self.recency.is_matched();
-        if !is_judged {
-            self.judged = None;
-            return self.cohorts.oldest();
+        self.is_judged = self.lifetimes.is_known() && self.recency.is_matched();
+        if self.is_judged {
+            self.cohorts.least(worth(&self.levels, &self.lifetimes), now)
+        } else {
+            self.cohorts.oldest()
         }
-        let (leaf, least) = self.cohorts.least(worth(&self.levels, &self.lifetimes), now)?;
-        // From hits per time to hits in the time of the capacity.
-        self.judged = Some(Worth {
-            victim: least.victim * self.capacity,
-            least_kept: least.least_kept * self.capacity,
-        });
-        Some(leaf)
     }
 
     fn judged(&self) -> Option<Worth> {
-        self.judged
+        let Worth { victim, least_kept } = self.cohorts.chosen().filter(|_| self.is_judged)?;
+        // From hits per time to hits in the time of the capacity.
+        Some(Worth { victim: victim * self.capacity, least_kept: least_kept * self.capacity })
     }
 
     fn worth(&mut self, history: &History, now: Tick) -> Option<f64> {

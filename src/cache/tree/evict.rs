@@ -93,7 +93,7 @@ impl Tree {
                 self.fetch_after(leaf);
             }
             let worth = of_policy.and_then(|_| self.queues.policy.judged());
-            self.trim(leaf, pages - evicted.pages.len(), Reason { cause, worth }, &mut evicted);
+            self.trim(leaf, pages - evicted.pages.len(), &Reason { cause, worth }, &mut evicted);
         }
         evicted
     }
@@ -134,7 +134,7 @@ impl Tree {
     }
 
     /// Evicts up to `count` pages from the end of a leaf.
-    pub(super) fn trim(&mut self, leaf: NodeId, count: usize, reason: Reason, evicted: &mut Evicted) {
+    pub(super) fn trim(&mut self, leaf: NodeId, count: usize, reason: &Reason, evicted: &mut Evicted) {
         let here = self.node(leaf);
         let (history, keep) = (here.history, here.pages.len().saturating_sub(count));
         let age = self.now.since(history.used);
@@ -171,7 +171,7 @@ impl Tree {
 
     /// Records the eviction of the prefixes that end in a node after its first `keep` pages. Returns the
     /// length of the prefix that remains, and its hash if a part of the node remains.
-    fn record_eviction(&mut self, node: NodeId, keep: usize, reason: Reason) -> (usize, RollingHash) {
+    fn record_eviction(&mut self, node: NodeId, keep: usize, reason: &Reason) -> (usize, RollingHash) {
         let here = &self.nodes[node];
         let (history, end, mut hash) = (here.history, widen(here.end), here.hash);
         let begin = end - here.tokens.len();
@@ -227,7 +227,7 @@ impl Tree {
         // Children are removed before their parents.
         nodes.sort_by_key(|id| std::cmp::Reverse(self.node(*id).end));
         for &id in &nodes {
-            let _ = self.record_eviction(id, 0, cause.into());
+            let _ = self.record_eviction(id, 0, &cause.into());
         }
         match namespace {
             Some(_) => self.record_all_removed(&nodes),

@@ -127,9 +127,9 @@ const CAPACITY: usize = 1 << 15;
 
 impl EvictionLog {
     /// Records that the prefix `key` was evicted, which was used last at `used`.
-    pub(super) fn record(&mut self, key: BlockKey, used: Tick, now: Tick, reason: Reason) {
-        if self.reasons.back().is_none_or(|&(_, last)| last != reason) {
-            self.set_reason(reason);
+    pub(super) fn record(&mut self, key: BlockKey, used: Tick, now: Tick, reason: &Reason) {
+        if self.reasons.back().is_none_or(|(_, last)| last != reason) {
+            self.set_reason(*reason);
         }
         let entry = LogEntry { key, idle: now.since(used) };
         let at = place_of(self.recorded);

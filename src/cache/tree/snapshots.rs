@@ -299,7 +299,7 @@ impl Tree {
         let (node, ..) = self.least_snapshot(None)?;
         let mut evicted = Evicted::default();
         if self.node(node).is_queued {
-            self.trim(node, self.node(node).pages.len(), cause.into(), &mut evicted);
+            self.trim(node, self.node(node).pages.len(), &cause.into(), &mut evicted);
         } else {
             self.drop_snapshot(node, &mut evicted);
         }

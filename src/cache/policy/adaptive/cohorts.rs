@@ -55,6 +55,8 @@ pub(super) struct Cohorts {
     /// The number of ends.
     ends: usize,
     kinds: Vec<VecDeque<Cohort>>,
+    /// The kinds that may have cohorts, a bit for each.
+    occupied: u128,
     /// Ends without a cohort.
     free: Vec<usize>,
     /// The cohort that is worth least, as long as that is known.
@@ -70,7 +72,7 @@ impl Cohorts {
         self.links.capacity() * size_of::<CohortLink>() + cohorts * size_of::<Cohort>()
     }
 
-    /// Creates empty cohorts of so many kinds.
+    /// Creates empty cohorts of so many kinds, at most 128.
     pub(super) fn new(ages: Ages, kinds: usize) -> Self {
         let ends = kinds * COHORTS;
         let end = |at| CohortLink { older: link(at), younger: link(at), used: Tick::default() };
@@ -79,6 +81,7 @@ impl Cohorts {
             links: (0..ends).map(end).collect(),
             ends,
             kinds: vec![VecDeque::new(); kinds],
+            occupied: 0,
             free: (0..ends).collect(),
             choice: None,
             due: Tick::default(),
@@ -123,7 +126,7 @@ impl Cohorts {
     /// Returns the leaf used least recently.
     pub(super) fn oldest(&mut self) -> Option<NodeId> {
         let mut oldest: Option<usize> = None;
-        for kind in 0..self.kinds.len() {
+        for kind in occupied(self.occupied) {
             while let Some(&cohort) = self.kinds[kind].front() {
                 if let Some(head) = self.head(cohort.end) {
                     if oldest.is_none_or(|leaf| self.links[head].used < self.links[leaf].used) {
@@ -134,29 +137,30 @@ impl Cohorts {
                 self.kinds[kind].pop_front();
                 self.free.push(cohort.end);
             }
+            self.occupied &= !(u128::from(self.kinds[kind].is_empty()) << kind);
         }
         oldest.map(|head| self.id(head))
     }
 
-    /// Returns the oldest leaf of the cohort that is worth least, and what that and the next one are worth.
-    /// `worth` says what a kind of leaf is worth per unit of time at an age. If several cohorts are worth the
-    /// same, takes the oldest.
-    pub(super) fn least(
-        &mut self,
-        worth: impl Fn(usize, usize) -> f64,
-        now: Tick,
-    ) -> Option<(NodeId, Worth)> {
+    /// Returns what the cohort that is worth least is worth, and the least of the others, if that is known.
+    pub(super) fn chosen(&self) -> Option<Worth> {
+        self.choice.map(|choice| choice.worth)
+    }
+
+    /// Returns the oldest leaf of the cohort that is worth least. `worth` says what a kind of leaf is worth per
+    /// unit of time at an age. If several cohorts are worth the same, takes the oldest.
+    pub(super) fn least(&mut self, worth: impl Fn(usize, usize) -> f64, now: Tick) -> Option<NodeId> {
         if now < self.due
-            && let Some((head, worth)) =
-                self.choice.and_then(|choice| Some((self.head(choice.end)?, choice.worth)))
+            && let Some(head) = self.choice.and_then(|choice| self.head(choice.end))
         {
-            return Some((self.id(head), worth));
+            return Some(self.id(head));
         }
         self.due = Tick::new(now.tokens() + self.ages.unit().div_ceil(4));
         let mut least: Option<(f64, Tick, usize)> = None;
         let mut next = f64::INFINITY;
-        for kind in 0..self.kinds.len() {
+        for kind in occupied(self.occupied) {
             self.tidy(kind, now);
+            self.occupied &= !(u128::from(self.kinds[kind].is_empty()) << kind);
             for cohort in &self.kinds[kind] {
                 let middle = u64::midpoint(cohort.from.tokens(), cohort.to.tokens());
                 let worth = worth(kind, self.ages.of(now.since(Tick::new(middle))));
@@ -169,9 +173,8 @@ impl Cohorts {
             }
         }
         let (victim, _, end) = least?;
-        let worth = Worth { victim, least_kept: next };
-        self.choice = Some(Choice { end, worth });
-        self.head(end).map(|head| (self.id(head), worth))
+        self.choice = Some(Choice { end, worth: Worth { victim, least_kept: next } });
+        self.head(end).map(|head| self.id(head))
     }
 
     /// Makes the choice again, because what leaves are worth has changed.
@@ -203,6 +206,7 @@ impl Cohorts {
         }
         let end = self.free.pop().expect("there are ends for all cohorts of all kinds");
         self.kinds[kind].insert(after, Cohort { from: used, to: used, end });
+        self.occupied |= 1 << kind;
         end
     }
 
@@ -252,6 +256,15 @@ impl Cohorts {
         self.join(widen(tail), to);
         self.join(from, from);
     }
+}
+
+/// Returns the kinds whose bits are set.
+fn occupied(mut kinds: u128) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let kind = widen(kinds.trailing_zeros());
+        kinds &= kinds.wrapping_sub(1);
+        (kind < 128).then_some(kind)
+    })
 }
 
 fn link(at: usize) -> u32 {
