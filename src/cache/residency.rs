@@ -21,7 +21,7 @@ pub enum DevicePresence {
     Present,
 }
 
-/// A hash of a namespace, for the pages of one that is asked for many times.
+/// A hash of a namespace, the same in each process, for the pages of one that is asked for many times.
 ///
 /// ```
 /// use kvpool::cache::{DevicePresence, EntryId, Namespace, NamespaceHash, Residency};
@@ -33,6 +33,12 @@ pub enum DevicePresence {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamespaceHash(u64);
+
+impl NamespaceHash {
+    pub(super) const fn number(self) -> u64 {
+        self.0
+    }
+}
 
 impl From<&Namespace> for NamespaceHash {
     fn from(namespace: &Namespace) -> Self {

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 
-use super::BlockKey;
+use super::{BlockKey, NamespaceHash};
 
 /// 2**61 - 1, a prime for which the remainder of a product is two additions.
 const PRIME: u64 = (1 << 61) - 1;
@@ -77,7 +77,12 @@ impl Powers {
     }
 }
 
-/// Computes rolling hashes. The base of the polynomial is random in each cache.
+/// The base of the hashes that name prefixes: the same in each process, so that the policies of ranks that make the
+/// same calls decide the same. Callers could choose tokens whose hashes are equal; a policy would take their
+/// blocks for one.
+const NAMES: u64 = 0x1a2c_95f1_e37b_4d86;
+
+/// Computes rolling hashes.
 pub(super) struct RollingHasher {
     powers: Powers,
     /// The powers of the inverse of the base.
@@ -107,14 +112,24 @@ pub(super) struct Cursor<'a> {
 }
 
 impl RollingHasher {
-    pub(super) fn new(seed: &RandomState) -> Self {
-        let base = seed.hash_one(0) % (PRIME - 2) + 2;
+    /// Creates the hasher that names prefixes.
+    pub(super) fn of_names() -> Self {
+        Self::new(NAMES)
+    }
+
+    /// Creates a hasher for tokens that callers must not be able to choose such that hashes are equal.
+    pub(super) fn of_seed(seed: &RandomState) -> Self {
+        Self::new(seed.hash_one(0))
+    }
+
+    fn new(base: u64) -> Self {
+        let base = base % (PRIME - 2) + 2;
         Self { powers: Powers::of(base), inverse: Powers::of(power(base, PRIME - 2)) }
     }
 
     /// Returns the hash of the empty prefix of a namespace.
-    pub(super) const fn start(hash: u64) -> RollingHash {
-        RollingHash(hash % PRIME)
+    pub(super) const fn start(namespace: NamespaceHash) -> RollingHash {
+        RollingHash(namespace.number() % PRIME)
     }
 
     /// Creates a cursor at the end of a prefix of `len` tokens.
@@ -171,11 +186,12 @@ impl Cursor<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cache::Namespace;
 
     #[test]
     fn a_prefix_has_one_hash_however_its_end_moved() {
-        let hasher = RollingHasher::new(&RandomState::new());
-        let mut cursor = hasher.cursor(RollingHasher::start(7), 0);
+        let hasher = RollingHasher::of_seed(&RandomState::new());
+        let mut cursor = hasher.cursor(RollingHasher::start(NamespaceHash::from(&Namespace::Number(7))), 0);
         let tokens: Vec<i32> = (0..500).map(|at| at * at % 3 * 1_000_003).chain([i32::MAX]).collect();
         let mut expected = vec![cursor.hash()];
         for token in &tokens {

@@ -18,7 +18,7 @@ mod snapshots;
 mod uses;
 
 use std::fmt;
-use std::hash::{BuildHasher, RandomState};
+use std::hash::RandomState;
 
 use crate::base::{Id, Page, Result, StateSlot, widen};
 
@@ -26,7 +26,7 @@ use super::keys::PageHash;
 use super::node_arena::NodeArena;
 use super::rare_cases::{fingerprint_mask, shared_len};
 use super::rolling_hash::{RollingHash, RollingHasher};
-use super::{BlockTokens, History, Namespace, NodeId, Outlook, Policy, Tick, Tokens};
+use super::{BlockTokens, History, Namespace, NamespaceHash, NodeId, Outlook, Policy, Tick, Tokens};
 use counts::Counts;
 pub(crate) use edges::Edges;
 use evict::Queues;
@@ -199,9 +199,10 @@ pub struct Tree {
     nodes: NodeArena<Node>,
     edges: Edges,
     roots: Roots,
-    /// A hasher with a random seed, so that callers cannot choose tokens that collide.
-    hasher: RandomState,
+    /// Names prefixes.
     rolling: RollingHasher,
+    /// Makes the fingerprints of pages.
+    fingerprints: RollingHasher,
     fingerprint_mask: u32,
     /// The number of pages from which on a run is shared with its readers.
     shared_len: usize,
@@ -236,16 +237,17 @@ impl Tree {
     #[must_use]
     pub fn new(page_size: usize, resume_at: ResumeAt, policy: Box<dyn Policy>) -> Self {
         let page_tokens = u32::try_from(page_size).expect("a page fits int32");
-        let hasher = RandomState::new();
+        // Callers cannot choose tokens that collide in the tables.
+        let seed = RandomState::new();
         Self {
             page_size,
             nodes: NodeArena::new(),
-            edges: Edges::new(&hasher),
+            edges: Edges::new(&seed),
             roots: Roots::default(),
-            rolling: RollingHasher::new(&hasher),
+            rolling: RollingHasher::of_names(),
+            fingerprints: RollingHasher::of_seed(&seed),
             fingerprint_mask: fingerprint_mask(),
             shared_len: shared_len(),
-            hasher,
             queues: Queues::new(policy),
             now: Tick::default(),
             counts: Counts::default(),
@@ -303,10 +305,6 @@ impl Tree {
 
     pub(super) const fn hasher(&self) -> &RollingHasher {
         &self.rolling
-    }
-
-    pub(super) fn hash_of(&self, namespace: &Namespace) -> u64 {
-        self.hasher.hash_one(namespace)
     }
 
     pub(super) fn namespaces(&self) -> impl Iterator<Item = &Namespace> {
@@ -414,7 +412,7 @@ impl Tree {
         if let Some(root) = self.root(namespace) {
             return root;
         }
-        let hash = RollingHasher::start(self.hash_of(namespace));
+        let hash = RollingHasher::start(NamespaceHash::from(namespace));
         let root = self.add(Node::new(Kind::Root, hash));
         let node = self.node_mut(root);
         (node.parent, node.root) = (root, root);
@@ -441,7 +439,7 @@ impl Tree {
         if let [token] = page {
             return token.cast_unsigned();
         }
-        let [a, b, c, d, ..] = self.rolling.hash(page).to_le_bytes();
+        let [a, b, c, d, ..] = self.fingerprints.hash(page).to_le_bytes();
         u32::from_le_bytes([a, b, c, d]) & self.fingerprint_mask
     }
 

@@ -23,7 +23,6 @@ mod taken_slot;
 mod tier_link;
 
 use std::fmt;
-use std::hash::RandomState;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
@@ -143,7 +142,6 @@ impl PrefixCache {
             states,
             config,
             owner,
-            hasher: RandomState::new(),
             unnamed_sessions: AtomicU64::new(0),
             state: RankedMutex::new(LockRank::Cache, cache),
         });

@@ -172,23 +172,27 @@ fn found_with_fragments(kind: PolicyKind, capacity: usize, requests: impl Iterat
         kind.policy(80 * capacity as u64, BlockTokens::of_page_size(16), None),
     );
     let mut free: Vec<Page> = (1..).map(Page::new).take(5 * capacity).collect();
-    let mut found = 0;
-    for request in requests {
-        let prompt: Vec<i32> = (0..80).map(|at| 80 * request + at).collect();
-        let mut hold = tree.match_prefix(&Namespace::Unnamed, &&prompt[..], usize::MAX).unwrap();
-        found += usize::from(hold.len() == prompt.len());
-        let rest = &prompt[hold.len()..];
-        let pages = rest.len() / 16;
-        if free.len() < pages {
-            let cause = Cause { pressure: Pressure::Alloc, at: Instant::now() };
-            free.extend(tree.evict(pages - free.len(), cause).pages);
-        }
-        let known = tree.find(&hold, &rest).unwrap();
-        let pages: Vec<Page> = free.split_off(free.len() - pages);
-        tree.publish(&mut hold, known, rest.to_vec(), &pages);
-        drop(tree.release(hold));
+    requests.filter(|&request| ask(&mut tree, &mut free, request, |_| ())).count()
+}
+
+/// Asks for a prompt of five pages. Returns whether all were found.
+fn ask(tree: &mut Tree, free: &mut Vec<Page>, request: i32, mut on_evicted: impl FnMut(&[Page])) -> bool {
+    let prompt: Vec<i32> = (0..80).map(|at| 80 * request + at).collect();
+    let mut hold = tree.match_prefix(&Namespace::Unnamed, &&prompt[..], usize::MAX).unwrap();
+    let is_found = hold.len() == prompt.len();
+    let rest = &prompt[hold.len()..];
+    let pages = rest.len() / 16;
+    if free.len() < pages {
+        let cause = Cause { pressure: Pressure::Alloc, at: Instant::now() };
+        let evicted = tree.evict(pages - free.len(), cause).pages;
+        on_evicted(&evicted);
+        free.extend(evicted);
     }
-    found
+    let known = tree.find(&hold, &rest).unwrap();
+    let pages: Vec<Page> = free.split_off(free.len() - pages);
+    tree.publish(&mut hold, known, rest.to_vec(), &pages);
+    drop(tree.release(hold));
+    is_found
 }
 
 #[test]
@@ -260,6 +264,28 @@ fn policies_have_names() {
     }
     let error = PolicyKind::parse("mru").unwrap_err();
     assert!(error.to_string().contains("lru, fifo, lfu, slru, priority, adaptive"), "{error}");
+}
+
+/// Ranks of one model have a cache each, which must find the same.
+#[test]
+fn caches_that_get_the_same_calls_decide_the_same() {
+    // More blocks are evicted than a policy remembers, so that it forgets some.
+    let requests: Vec<i32> = numbers(2600).take(20_000).map(u32::cast_signed).collect();
+    let [one, other] = [(), ()].map(|()| evicted_by_adaptive(80, &requests));
+    assert!(one.len() > 10_000);
+    assert!(one == other, "two caches evict other pages");
+}
+
+/// Returns the pages that a cache of prompts evicts, in order.
+fn evicted_by_adaptive(capacity: usize, requests: &[i32]) -> Vec<Page> {
+    let policy = PolicyKind::Adaptive.policy(80 * capacity as u64, BlockTokens::of_page_size(16), None);
+    let mut tree = Tree::new(16, ResumeAt::AnyPage, policy);
+    let mut free: Vec<Page> = (1..).map(Page::new).take(5 * capacity).collect();
+    let mut evicted = Vec::new();
+    for request in requests {
+        ask(&mut tree, &mut free, *request, |pages| evicted.extend_from_slice(pages));
+    }
+    evicted
 }
 
 /// Evicts the leaf that became evictable last.

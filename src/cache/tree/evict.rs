@@ -224,8 +224,8 @@ impl Tree {
             None => self.roots.ids().collect(),
         };
         let mut nodes: Vec<_> = roots.iter().flat_map(|&root| self.detach(root)).collect();
-        // Children are removed before their parents.
-        nodes.sort_by_key(|id| std::cmp::Reverse(self.node(*id).end));
+        // Children are removed before their parents, and in each process in the same order.
+        nodes.sort_by_key(|&id| (std::cmp::Reverse(self.node(id).end), id));
         for &id in &nodes {
             let _ = self.record_eviction(id, 0, &cause.into());
         }

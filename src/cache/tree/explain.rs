@@ -9,7 +9,7 @@ use super::cause::{Cause, Reason};
 use super::offers::DevicePrefix;
 use super::{LowerTierContents, Namespace, Tick, Tokens, Tree, TreePosition};
 use crate::cache::rolling_hash::RollingHasher;
-use crate::cache::{BlockKey, Worth};
+use crate::cache::{BlockKey, NamespaceHash, Worth};
 
 /// The record of an eviction.
 #[derive(Clone, Copy, Debug)]
@@ -212,8 +212,10 @@ impl Tree {
             add(end + keys.len() * page_size, SegmentState::Host);
         }
         let mut explained = add(cached, SegmentState::NoSnapshot).max(cached);
-        let hash =
-            place.map_or_else(|| RollingHasher::start(self.hash_of(namespace)), |place| self.hash_at(place));
+        let hash = place.map_or_else(
+            || RollingHasher::start(NamespaceHash::from(namespace)),
+            |place| self.hash_at(place),
+        );
         let (mut cursor, mut page) = (self.hasher().cursor(hash, cached), Vec::new());
         let records = if cached < whole { self.evictions.by_key() } else { HashMap::new() };
         for at in (cached..whole).step_by(page_size) {

@@ -1,6 +1,5 @@
 //! The state that a prefix cache shares with its leases, loads and fetches, and the guard of one call.
 
-use std::hash::RandomState;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
@@ -33,8 +32,6 @@ pub(super) struct CacheCore {
     pub(super) config: PrefixCacheConfig,
     /// The owner of cached pages in the ledger.
     pub(super) owner: Owner,
-    /// The hasher of the names of sessions.
-    pub(super) hasher: RandomState,
     /// The number of sessions without a name so far.
     pub(super) unnamed_sessions: AtomicU64,
     pub(super) state: RankedMutex<CacheState>,

@@ -1,7 +1,7 @@
 //! Sessions: the turns of one conversation.
 
 use std::fmt;
-use std::hash::BuildHasher;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
@@ -77,13 +77,13 @@ impl PrefixCache {
     /// Returns the session with a name; a session like no other for [`Namespace::Unnamed`].
     #[must_use]
     pub fn session(&self, name: Namespace) -> Session {
-        let hash = match &name {
-            Namespace::Unnamed => {
-                self.shared.hasher.hash_one(self.shared.unnamed_sessions.fetch_add(1, Ordering::Relaxed))
-            }
-            name => self.shared.hasher.hash_one(name),
-        };
-        Session { shared: Arc::downgrade(&self.shared), name, id: SessionId::new(hash) }
+        // Ranks that make the same calls get the same identities.
+        let mut hasher = DefaultHasher::new();
+        name.hash(&mut hasher);
+        if name == Namespace::Unnamed {
+            self.shared.unnamed_sessions.fetch_add(1, Ordering::Relaxed).hash(&mut hasher);
+        }
+        Session { shared: Arc::downgrade(&self.shared), name, id: SessionId::new(hasher.finish()) }
     }
 
     /// Works like [`Self::match_prefix`], for a turn of a session, which ends with the lease.
