@@ -129,7 +129,7 @@ def test_every_request_equals_the_model_alone(config: str, room_name: str) -> No
     [("qwen3", "load"), ("gpt_oss", "load"), ("qwen3_next", "load"), ("qwen3_next", "auto")],
 )
 def test_evicted_prefixes_come_back_layer_by_layer(config: str, swap: Literal["load", "auto"]) -> None:
-    pooled = PooledModel(a_model(config), 224, 24, 200, page_size=4, max_track_slots=8)
+    pooled = PooledModel(a_model(config), 192, 24, 200, page_size=4, max_track_slots=8)
     tier = HostTier(pooled.kv_pool, 4000, states=pooled.gdn_pool)
     cache = PrefixCache(pooled.allocator, states=pooled.gdn_pool, tiers=(tier,))
     engine = Engine(pooled, max_step_tokens=48, prefix_cache=cache, swap=swap)
