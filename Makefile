@@ -70,8 +70,8 @@ COMMANDS := help demo demo-cluster dev test test-engines test-vllm-engine lint f
     cpu-test process-test software-test rust-test orders fuzz-briefly engines engine-test engine-runs old-torch-test version-test \
     rust-lint test-crates-lint python-lint stub-lint kernel-lint wheel-lint verify-types \
     bench-contiguous bench-cuda bench-generate bench-late-bytes bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang \
-    bench-sglang-engine bench-vllm bench-vllm-engine chart fuzz fuzz-build histories mutants miri soak soak-threads kernels \
-    kernel-report wheels licences gpu-package gpu-results gpu-rehearsal clean
+    bench-sglang-engine bench-vllm bench-vllm-engine bench-vllm-eviction chart fuzz fuzz-build histories mutants miri soak \
+    soak-threads kernels kernel-report wheels licences gpu-package gpu-results gpu-rehearsal clean
 .PHONY: $(COMMANDS)
 
 ## This list
@@ -232,7 +232,7 @@ api: $(DEV)
 bench-sglang bench-sglang-engine: $(VENV)/engines/.installed $(SGLANG_TORCH)/.installed
 bench-nixl bench-late-bytes: $(VENV)/nixl/.installed
 bench-vllm: $(VENV)/vllm/.installed
-bench-vllm-engine: $(VENV)/vllm-engine/.installed
+bench-vllm-engine bench-vllm-eviction: $(VENV)/vllm-engine/.installed
 bench-pymllm: $(VENV)/.test
 bench-peers: $(VENV)/peers/.installed $(VENV)/vllm/.installed $(SGLANG_TORCH)/.installed
 bench-lmcache: $(VENV)/lmcache/.installed

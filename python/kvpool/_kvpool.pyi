@@ -5355,6 +5355,35 @@ class BlockQueue:
     @property
     def num_free_blocks(self) -> int:
         """The number of free blocks."""
+    def evict_by(self, policy: str, block_size: int) -> None:
+        """Takes free blocks with a hash by a policy of `PrefixCache` from now on, and not in the order of the queue: first the
+        block that is worth least of those that no block with a hash follows, by what `add_prompt` says. Blocks without a
+        hash are taken first, as before. Call this before the first block is taken.
+
+        Args:
+            policy: One of `PrefixCache`, such as "adaptive".
+            block_size: Tokens in a block, below 2**20.
+
+        Raises:
+            ConfigError: If there is no such policy, or the block size is 0, negative, or too large.
+        """
+    def look_up(self, tokens: int) -> None:
+        """Tells the policy that a request has looked up a prompt: the time by which it counts.
+
+        Args:
+            tokens: Tokens of the prompt.
+        """
+    def add_prompt(self, blocks: Iterable[Block], before: Block | None = None) -> None:
+        """Tells the policy that blocks follow each other in a prompt. Those it knows stay as they are; a block without a
+        hash, and what is behind it, is left out.
+
+        Args:
+            blocks: The blocks.
+            before: The block before them; `None` at the beginning of a prompt.
+
+        Raises:
+            IndexOwnershipError: If one is of another queue. Nothing is changed.
+        """
     @property
     def fake_free_list_head(self) -> Block:
         """The object before the first free block."""

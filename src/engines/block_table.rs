@@ -5,9 +5,11 @@ use std::sync::Mutex;
 
 use crate::base::sync::lock;
 use crate::base::{BlockId, Id, widen};
+use crate::cache::{BlockKey, PolicyKind};
 use crate::index::{BadFree, BadFrees};
 
-use super::{BlockHash, EvictionQueue};
+use super::block_order::{BlockOrder, NewBlock};
+use super::{BlockHash, EvictionQueue, QueueEnd};
 
 /// The hash of a block, and what it covers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -99,6 +101,10 @@ impl Drop for TakenBlocks<'_> {
 /// An engine may set counts and change the queue itself. Calls refuse blocks whose count and place in the
 /// queue contradict each other.
 ///
+/// Free blocks are taken from the front of the queue. With [`BlockTable::evict_by`], those with a hash that
+/// [`BlockTable::add_prompt`] has named are taken in the order of a policy instead, when one of them or of the
+/// others with a hash is in front.
+///
 /// ```
 /// use kvpool::base::{BlockId, Id};
 /// use kvpool::engines::{BlockTable, HashedBlocks, HashedTokens};
@@ -110,11 +116,24 @@ impl Drop for TakenBlocks<'_> {
 /// assert_eq!(table.queue().iter().collect::<Vec<_>>(), [b, c, d, a]);
 /// table.retain(&[a]).unwrap();
 /// assert_eq!((table.uses(a), table.queue().len()), (1, 3));
+///
+/// use kvpool::cache::PolicyKind;
+/// let mut table = BlockTable::new(2);
+/// table.evict_by(PolicyKind::Adaptive, 16);
+/// table.look_up(32);
+/// let prompt = table.take(2).unwrap();
+/// for (&block, hash) in prompt.iter().zip([b"1", b"2"]) {
+///     table.set_hash(block, HashedTokens { hash: hash[..].into(), tokens: None });
+/// }
+/// table.add_prompt(None, &prompt);
+/// table.release(&prompt, HashedBlocks::Last);
+/// assert_eq!(table.pop(), Some(b), "the first block is of use without the second");
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct BlockTable {
     queue: EvictionQueue,
     blocks: Vec<BlockState>,
+    order: Option<BlockOrder>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -128,7 +147,33 @@ impl BlockTable {
     /// Creates a table of `count` blocks, all of them free, the lowest at the front.
     #[must_use]
     pub fn new(count: u32) -> Self {
-        Self { queue: EvictionQueue::full(count), blocks: vec![BlockState::default(); widen(count)] }
+        let blocks = vec![BlockState::default(); widen(count)];
+        Self { queue: EvictionQueue::full(count), blocks, order: None }
+    }
+
+    /// Takes blocks with a hash by a policy from now on. A block has `tokens` tokens, 1 to 2^20.
+    pub fn evict_by(&mut self, policy: PolicyKind, tokens: u32) {
+        self.order = Some(BlockOrder::new(policy, self.blocks.len(), tokens));
+    }
+
+    /// Records that a prompt of `tokens` tokens was looked up: the time of the policy.
+    pub fn look_up(&mut self, tokens: u64) {
+        if let Some(order) = &mut self.order {
+            order.look_up(tokens);
+        }
+    }
+
+    /// Tells the policy that `blocks` follow each other in a prompt, and the block `before`, if there is one.
+    /// Blocks without a hash, and what is behind them, are left out.
+    pub fn add_prompt(&mut self, before: Option<BlockId>, blocks: &[BlockId]) {
+        let Some(order) = &mut self.order else { return };
+        let new = |&block: &BlockId| {
+            let state = &self.blocks[widen(block.number())];
+            let hashed = state.hashed.as_ref().filter(|_| !state.is_null)?;
+            Some(NewBlock { block, key: key_of(&hashed.hash) })
+        };
+        let new: Vec<NewBlock> = blocks.iter().map_while(new).collect();
+        order.add(before, &new, &self.queue);
     }
 
     /// Returns the queue of free blocks.
@@ -137,9 +182,37 @@ impl BlockTable {
         &self.queue
     }
 
-    /// Returns the queue of free blocks, for an engine that changes it itself.
-    pub const fn queue_mut(&mut self) -> &mut EvictionQueue {
-        &mut self.queue
+    /// Takes the free block that is next, whatever the number of its uses.
+    pub fn pop(&mut self) -> Option<BlockId> {
+        let front = self.queue.front()?;
+        let Some(order) = &mut self.order else { return self.queue.pop_front() };
+        let next = if order.knows(front) { order.victim().unwrap_or(front) } else { front };
+        self.queue.remove(next);
+        order.forget(next, &self.queue);
+        Some(next)
+    }
+
+    /// Removes a block from the queue because it is used again. Returns whether it was free.
+    pub fn remove_free(&mut self, block: BlockId) -> bool {
+        let was = self.queue.remove(block);
+        if was && let Some(order) = &mut self.order {
+            order.record_use(block);
+        }
+        was
+    }
+
+    /// Adds blocks at an end of the queue one after the other, either all of them or none.
+    ///
+    /// # Errors
+    /// See [`EvictionQueue::push_all`].
+    pub fn push_free(&mut self, blocks: &[BlockId], end: QueueEnd) -> Result<(), BlockId> {
+        self.queue.push_all(blocks, end)?;
+        if let Some(order) = &mut self.order {
+            for &block in blocks {
+                order.offer(block, &self.queue);
+            }
+        }
+        Ok(())
     }
 
     /// Returns the number of uses of a block.
@@ -180,10 +253,13 @@ impl BlockTable {
 
     /// Removes the hash of a block, and returns it.
     pub fn take_hash(&mut self, block: BlockId) -> Option<HashedTokens> {
+        if let Some(order) = &mut self.order {
+            order.forget(block, &self.queue);
+        }
         self.state_mut(block).hashed.take()
     }
 
-    /// Takes the first `count` free blocks. Each has one use then.
+    /// Takes the next `count` free blocks. Each has one use then.
     ///
     /// # Errors
     /// [`NotTaken`] says why no block was taken.
@@ -192,20 +268,28 @@ impl BlockTable {
         if count > free {
             return Err(NotTaken::Short { free });
         }
-        if let Some(block) = self.queue.iter().take(count).find(|&block| self.uses(block) != 0) {
+        let taken: Vec<BlockId> = (0..count).map_while(|_| self.pop()).collect();
+        if let Some(&block) = taken.iter().find(|&&block| self.uses(block) != 0) {
+            self.put_back(&taken);
             return Err(NotTaken::InUse { block, uses: self.uses(block) });
         }
-        let taken: Vec<BlockId> = (0..count).map_while(|_| self.queue.pop_front()).collect();
         for &block in &taken {
             self.set_uses(block, 1);
         }
         Ok(taken)
     }
 
-    /// Gives back the blocks that [`BlockTable::take`] returned, as if they had not been taken.
+    /// Gives back the blocks that [`BlockTable::take`] returned.
     fn undo_take(&mut self, taken: &[BlockId]) {
-        for &block in taken.iter().rev() {
+        for &block in taken {
             self.set_uses(block, 0);
+        }
+        self.put_back(taken);
+    }
+
+    /// Makes blocks free that were taken: they are the next ones, in the same order.
+    fn put_back(&mut self, taken: &[BlockId]) {
+        for &block in taken.iter().rev() {
             self.queue.push_front(block);
         }
     }
@@ -229,12 +313,18 @@ impl BlockTable {
             }
             if hashed == HashedBlocks::Last && state.hashed.is_some() {
                 self.queue.push_back(block);
+                if let Some(order) = &mut self.order {
+                    order.offer(block, &self.queue);
+                }
             } else {
                 first.push(block);
             }
         }
-        for block in first.into_iter().rev() {
+        for &block in first.iter().rev() {
             self.queue.push_front(block);
+            if let Some(order) = &mut self.order {
+                order.offer(block, &self.queue);
+            }
         }
         bad
     }
@@ -254,6 +344,9 @@ impl BlockTable {
             if state.is_null {
                 continue;
             }
+            if let Some(order) = &mut self.order {
+                order.record_use(block);
+            }
             if state.uses <= 0 {
                 state.uses = 0;
                 self.queue.remove(block);
@@ -270,4 +363,13 @@ impl BlockTable {
     fn state_mut(&mut self, block: BlockId) -> &mut BlockState {
         &mut self.blocks[widen(block.number())]
     }
+}
+
+/// Returns a key for a hash, all bits of which are well mixed.
+fn key_of(hash: &BlockHash) -> BlockKey {
+    let mut first = [0; 8];
+    let bytes = hash.as_bytes();
+    let len = bytes.len().min(first.len());
+    first[..len].copy_from_slice(&bytes[..len]);
+    BlockKey::new(u64::from_le_bytes(first))
 }

@@ -2,7 +2,7 @@
 //! offloaded. The types here move no data.
 //!
 //! The prefix cache of this crate, [`Tree`](crate::cache::Tree), uses none of these types. They share some building
-//! blocks with it.
+//! blocks with it, such as the policies of eviction.
 //!
 //! | for | use | engine |
 //! |---|---|---|
@@ -15,6 +15,7 @@
 
 mod block_bytes;
 mod block_map;
+mod block_order;
 mod block_table;
 mod eviction_queue;
 pub mod hybrid;

@@ -10,9 +10,11 @@ from unittest import mock
 
 import pytest
 from nano_models import make
+from vllm.config import KVEventsConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_engine import (
     MODELS,
@@ -31,9 +33,10 @@ from vllm_engine import (
     token_after,
 )
 
+from kvpool.errors import ConfigError
 from kvpool.integrations.vllm import tokens
 from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
-from kvpool.integrations.vllm.kv_cache_manager import KvpoolKVCacheManager
+from kvpool.integrations.vllm.kv_cache_manager import EVICTION, KvpoolKVCacheManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -178,6 +181,80 @@ def test_random_requests_are_scheduled_the_same(executor: type[Any], asynchronou
     assert len(answers[0]) > 20
     assert traces[0].cached_tokens > 0
     assert (traces[0].preemptions > 0) == few
+
+
+def test_a_policy_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options, _ = CASES["llama, preemption"]
+    place = make(MODELS, model)
+    answers = []
+    for on in (False, True):
+        monkeypatch.setenv(EVICTION, "adaptive")
+        engine = make_engine(place, kvpool=on, **options)
+        trace = Trace(engine)
+        answers.append([run(engine, prompts(seed), TOKENS, f"{seed}-")[0] for seed in (1, 2, 1)])
+        assert trace.cached_tokens > 0
+        assert trace.preemptions > 0
+        engine.engine_core.shutdown()
+    assert answers[0] == answers[1]
+
+
+def found_by(policy: str, collects: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:  # noqa: ANN401
+    """The tokens found in prompts of twelve sessions in turns, and of others that never come back."""
+    monkeypatch.setenv(EVICTION, policy)
+    engine = make_engine(
+        make(MODELS, "smallest"),
+        kvpool=True,
+        distributed_executor_backend=StubExecutor,
+        block_size=16,
+        num_gpu_blocks_override=160,
+        max_model_len=600,
+        **options,
+    )
+    if collects:
+        scheduler_of(engine).kv_cache_manager.block_pool.metrics_collector = KVCacheMetricsCollector()
+    trace, dice = Trace(engine), random.Random(3)  # noqa: S311
+    sessions = [[dice.randrange(4, 1000) for _ in range(200)] for _ in range(12)]
+    for turn in range(25):
+        for number, session in enumerate(sessions):
+            once = [dice.randrange(4, 1000) for _ in range(200)]
+            run(engine, [[*session, 4 + turn]], 1, f"{turn}-{number}-")
+            run(engine, [once], 1, f"{turn}-{number}-once-")
+    engine.engine_core.shutdown()
+    return trace.cached_tokens
+
+
+@pytest.mark.parametrize(
+    ("collects", "options"),
+    [
+        (False, {}),
+        (False, {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}),
+        (True, {}),
+    ],
+    ids=["plain", "events", "metrics"],
+)
+def test_a_policy_finds_what_vllm_s_order_has_evicted(
+    collects: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, learned = (found_by(policy, collects, monkeypatch, **options) for policy in ("lru", "adaptive"))
+    assert own == 0  # the blocks of 24 prompts are taken between two turns, and there are those of 12
+    assert learned > 0.2 * 12 * 25 * 200
+
+
+@pytest.mark.parametrize(
+    ("executor", "policy", "words"),
+    [
+        (WindowExecutor, "adaptive", "KVPOOL_VLLM_EVICTION is 'adaptive'; it must be 'lru' .* 2 groups"),
+        (StubExecutor, "newest", "unknown policy 'newest'"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_an_error(
+    executor: type[Any], policy: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(EVICTION, policy)
+    with pytest.raises(ConfigError, match=words):
+        make_engine(
+            make(MODELS, "smallest"), kvpool=True, distributed_executor_backend=executor, block_size=16
+        )
 
 
 def stops(dice: random.Random) -> tuple[dict[str, Any], LoRARequest | None]:

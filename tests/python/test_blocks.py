@@ -230,6 +230,55 @@ def test_null_and_masked_blocks_get_no_hash() -> None:
     assert queue.blocks[0].ref_cnt == 0
 
 
+def published(queue: BlockQueue, cached: BlockMap, *names: bytes) -> list[Block]:
+    """Blocks of a prompt with these hashes, which is over."""
+    blocks, _ = queue.alloc(len(names), cached, {})
+    cached.cache(blocks, list(names), 0, 4, 4, None, {})
+    queue.look_up(4 * len(names))
+    queue.add_prompt(blocks)
+    # vLLM frees the end of a prompt first; here the queue alone would take the beginning first.
+    queue.free(blocks)
+    return blocks
+
+
+def test_a_policy_takes_the_ends_of_prompts_first() -> None:
+    queue, cached = BlockQueue(5), BlockMap()
+    queue.evict_by("lru", 4)
+    first = published(queue, cached, b"a", b"b", b"c")
+    second = published(queue, cached, b"d", b"e")
+    queue.look_up(12)
+    queue.retain(first)
+    queue.free(first)
+    expected = [second[1], second[0], first[2], first[1], first[0]]
+    assert queue.alloc(2, cached, {})[0] == expected[:2]
+    assert queue.popleft() is expected[2]
+    assert queue.popleft_n(2) == expected[3:]
+    assert len(cached) == 3, "popped blocks keep their hashes, as vLLM's do"
+
+
+def test_blocks_without_a_hash_are_taken_before_those_of_a_policy() -> None:
+    queue, cached = BlockQueue(3), BlockMap()
+    queue.evict_by("adaptive", 4)
+    published(queue, cached, b"a", b"b")
+    [plain], _ = queue.alloc(1, cached, {})
+    queue.free([plain])
+    assert queue.alloc(1, cached, {})[0] == [plain]
+    assert len(cached) == 2
+    # Blocks that are named without a hash are as if they had not been named.
+    queue.add_prompt([plain])
+    queue.free([plain])
+    assert queue.popleft() is plain
+
+
+def test_a_block_that_loses_its_hash_is_out_of_the_order() -> None:
+    queue, cached = BlockQueue(3), BlockMap()
+    queue.evict_by("lru", 4)
+    first, second, third = published(queue, cached, b"a", b"b", b"c")
+    second.reset_hash()
+    # The third is an end still, the first has become one; the second is taken when it is in front.
+    assert queue.alloc(3, cached, {})[0] == [first, second, third]
+
+
 def test_foreign_blocks_are_returned() -> None:
     queue, other, cached = BlockQueue(2), BlockQueue(2), BlockMap()
     given = [queue.popleft(), other.blocks[0], "block"]
@@ -280,6 +329,23 @@ MISUSE: dict[str, Misuse] = {
     "too few hashes": (lambda q, _: hashes(q, 1), AssertionError, "3 blocks were given with 1 hashes"),
     "a short mask": (lambda q, _: hashes(q, 3, [True]), AssertionError, "a mask of 1"),
     "map no block": (lambda *_: BlockMap().insert(b"a", 3), AttributeError, "block_id"),  # type: ignore[arg-type]
+    "evict by nothing known": (
+        lambda q, _: q.evict_by("newest", 4),
+        ConfigError,
+        "unknown policy 'newest'; use one of .*adaptive",
+    ),
+    "evict empty blocks": (
+        lambda q, _: q.evict_by("adaptive", 0),
+        ConfigError,
+        "block_size is 0; it must be",
+    ),
+    "evict endless blocks": (lambda q, _: q.evict_by("lru", 2**20), ConfigError, "block_size is 1048576"),
+    "a prompt of another's": (lambda q, other: q.add_prompt(other.blocks), IndexOwnershipError, STRANGE),
+    "a prompt after another's": (
+        lambda q, other: q.add_prompt(q.blocks, other.blocks[0]),
+        IndexOwnershipError,
+        STRANGE,
+    ),
     "hash by md5": (lambda *_: BlockHasher("md5", 16), ConfigError, 'algorithm is "md5"'),
     "hash no tokens": (lambda *_: BlockHasher("sha256", 0), ConfigError, "block_size is 0"),
     "find no run": (lambda *_: BlockMap().find_last_run([3], [0], 1), TypeError, "bytes"),  # type: ignore[list-item]

@@ -1,9 +1,10 @@
 //! Blocks of an engine: the queue of free ones and the map of hashes, compared with naive ones.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Mutex;
 
 use kvpool::base::{BlockId, Id, widen};
+use kvpool::cache::PolicyKind;
 use kvpool::engines::{
     BlockBytes, BlockHash, BlockMap, BlockTable, EvictionQueue, HashedBlocks, HashedTokens, NotTaken,
     RunEnds, TakenBlocks, last_run,
@@ -80,7 +81,166 @@ fn call() -> impl Strategy<Value = Call> {
     ]
 }
 
+/// What a naive policy knows of a block: the one before it in its prompt, and when it was used last.
+#[derive(Clone, Copy, Debug)]
+struct Naive {
+    before: Option<BlockId>,
+    used: usize,
+}
+
+/// An engine whose prompts are paths in a tree: the hash of a block is its path.
+struct Engine {
+    table: BlockTable,
+    hashed: BTreeMap<Vec<u8>, BlockId>,
+    known: BTreeMap<BlockId, Naive>,
+    running: Vec<Vec<BlockId>>,
+    now: usize,
+}
+
+impl Engine {
+    fn new(policy: PolicyKind) -> Self {
+        let mut table = BlockTable::new(COUNT);
+        table.evict_by(policy, 64);
+        Self { table, hashed: BTreeMap::new(), known: BTreeMap::new(), running: Vec::new(), now: 0 }
+    }
+
+    fn forget(&mut self, block: BlockId) {
+        self.known.remove(&block);
+        self.hashed.retain(|_, other| *other != block);
+        for other in self.known.values_mut() {
+            other.before = other.before.filter(|&before| before != block);
+        }
+        self.table.take_hash(block);
+    }
+
+    /// The known blocks that are free and have no known block behind them.
+    fn leaves(&self) -> Vec<BlockId> {
+        let is_last = |block| self.known.values().all(|other| other.before != Some(block));
+        self.known
+            .keys()
+            .copied()
+            .filter(|&block| self.table.queue().contains(block) && is_last(block))
+            .collect()
+    }
+
+    /// Takes a block, which must be the one that a naive policy allows.
+    fn take(&mut self, policy: PolicyKind) -> BlockId {
+        let (front, leaves) = (self.table.queue().front().unwrap(), self.leaves());
+        let taken = self.table.pop().unwrap();
+        if self.known.contains_key(&front) && !leaves.is_empty() {
+            assert!(leaves.contains(&taken), "{taken:?} is none of {leaves:?}");
+            if matches!(policy, PolicyKind::Lru) {
+                let used = |block: &BlockId| self.known[block].used;
+                assert_eq!(used(&taken), leaves.iter().map(used).min().unwrap());
+            }
+        } else {
+            assert_eq!(taken, front);
+        }
+        self.forget(taken);
+        self.table.set_uses(taken, 1);
+        taken
+    }
+
+    fn prompt(&mut self, path: &[u8], policy: PolicyKind) {
+        let hit = |len: &usize| self.hashed.get(&path[..*len]).copied();
+        let mut blocks: Vec<BlockId> = (1..=path.len()).map_while(|len| hit(&len)).collect();
+        let found = blocks.len();
+        let free = blocks.iter().filter(|&&block| self.table.queue().contains(block)).count();
+        if path.len() - found > self.table.queue().len() - free {
+            return;
+        }
+        self.table.retain(&blocks).unwrap();
+        for block in &blocks {
+            if let Some(known) = self.known.get_mut(block) {
+                known.used = self.now;
+            }
+        }
+        blocks.extend((found..path.len()).map(|_| self.take(policy)).collect::<Vec<_>>());
+        for (len, &block) in (1..).zip(&blocks).skip(found) {
+            self.table.set_hash(block, HashedTokens { hash: path[..len].into(), tokens: None });
+            self.hashed.insert(path[..len].to_vec(), block);
+            let before =
+                len.checked_sub(2).map(|at| blocks[at]).filter(|block| self.known.contains_key(block));
+            self.known.insert(block, Naive { before, used: self.now });
+        }
+        self.table.add_prompt(found.checked_sub(1).map(|at| blocks[at]), &blocks[found..]);
+        self.table.look_up(64 * path.len() as u64);
+        self.now += path.len();
+        self.running.push(blocks);
+    }
+}
+
+#[derive(Clone, Debug)]
+enum EngineStep {
+    Prompt(Vec<u8>),
+    End(prop::sample::Index),
+    TakeHash(BlockId),
+    Share(prop::sample::Index),
+    Undo(usize),
+}
+
+fn engine_step() -> impl Strategy<Value = EngineStep> {
+    prop_oneof![
+        6 => prop::collection::vec(0..3_u8, 1..5).prop_map(EngineStep::Prompt),
+        6 => any::<prop::sample::Index>().prop_map(EngineStep::End),
+        1 => block().prop_map(EngineStep::TakeHash),
+        1 => any::<prop::sample::Index>().prop_map(EngineStep::Share),
+        1 => (0..4_usize).prop_map(EngineStep::Undo),
+    ]
+}
+
 proptest! {
+    #[test]
+    fn a_policy_takes_the_ends_of_prompts(
+        steps in prop::collection::vec(engine_step(), 1..300),
+        policy in prop_oneof![Just(PolicyKind::Lru), Just(PolicyKind::Adaptive), Just(PolicyKind::Slru)],
+    ) {
+        let mut engine = Engine::new(policy);
+        for step in steps {
+            match step {
+                EngineStep::Prompt(path) => engine.prompt(&path, policy),
+                EngineStep::End(index) if !engine.running.is_empty() => {
+                    let mut blocks = engine.running.swap_remove(index.index(engine.running.len()));
+                    blocks.reverse();
+                    prop_assert_eq!(engine.table.release(&blocks, HashedBlocks::Last).dropped(), 0);
+                }
+                EngineStep::Share(index) if !engine.running.is_empty() => {
+                    let blocks = engine.running[index.index(engine.running.len())].clone();
+                    engine.table.retain(&blocks).unwrap();
+                    for block in &blocks {
+                        if let Some(known) = engine.known.get_mut(block) { known.used = engine.now; }
+                    }
+                    engine.running.push(blocks);
+                }
+                EngineStep::TakeHash(block) => engine.forget(block),
+                EngineStep::Undo(count) => {
+                    // What is given back is free, in front, and has kept its hash; the policy knows it no longer.
+                    let before: Vec<BlockId> = engine.table.queue().iter().collect();
+                    let shared = Mutex::new(std::mem::replace(&mut engine.table, BlockTable::new(1)));
+                    let taken = TakenBlocks::take(&shared, count);
+                    let blocks = taken.as_ref().map_or(Vec::new(), |taken| taken.blocks().to_vec());
+                    drop(taken);
+                    engine.table = shared.into_inner().unwrap();
+                    prop_assert!(engine.table.queue().iter().take(blocks.len()).eq(blocks.iter().copied()));
+                    prop_assert_eq!(engine.table.queue().len(), before.len());
+                    for block in blocks {
+                        engine.known.remove(&block);
+                        for other in engine.known.values_mut() {
+                            other.before = other.before.filter(|&before| before != block);
+                        }
+                    }
+                }
+                EngineStep::End(_) | EngineStep::Share(_) => {}
+            }
+        }
+        // Everything can be taken, each block once.
+        for blocks in std::mem::take(&mut engine.running) {
+            prop_assert_eq!(engine.table.release(&blocks, HashedBlocks::Last).dropped(), 0);
+        }
+        let taken: std::collections::BTreeSet<_> = (0..COUNT).map(|_| engine.take(policy)).collect();
+        prop_assert_eq!((taken.len(), engine.table.pop()), (widen(COUNT), None));
+    }
+
     #[test]
     fn a_table_is_naive_blocks_and_a_naive_queue(calls in prop::collection::vec(call(), 1..120)) {
         let mut shared = Mutex::new(BlockTable::new(COUNT));
@@ -159,7 +319,7 @@ proptest! {
                     plain[at(block)].is_null = is_null;
                 }
                 Call::RemoveFree(block) => {
-                    prop_assert_eq!(table.queue_mut().remove(block), free.contains(&block));
+                    prop_assert_eq!(table.remove_free(block), free.contains(&block));
                     free.retain(|&other| other != block);
                 }
             }

@@ -8,6 +8,7 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
 use crate::base::{BlockId, Error, Id, try_with_capacity, widen};
+use crate::cache::PolicyKind;
 use crate::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
 
 use super::block::{Block, BlockPlace, Objects, description_of, ownership_error};
@@ -83,7 +84,7 @@ impl BlockQueue {
 
     /// Adds blocks that are not free, all or none.
     fn add(&self, numbers: &[BlockId], end: QueueEnd) -> PyResult<()> {
-        let added = self.lock().queue_mut().push_all(numbers, end);
+        let added = self.lock().push_free(numbers, end);
         added.map_err(|number| ownership_error(format!("block {number} is free already")))
     }
 }
@@ -130,6 +131,53 @@ impl BlockQueue {
         self.lock().queue().len()
     }
 
+    /// Takes free blocks with a hash by a policy of `PrefixCache` from now on, and not in the order of the queue: first the
+    /// block that is worth least of those that no block with a hash follows, by what `add_prompt` says. Blocks without a
+    /// hash are taken first, as before. Call this before the first block is taken.
+    ///
+    /// Args:
+    ///     policy: One of `PrefixCache`, such as "adaptive".
+    ///     block_size: Tokens in a block, below 2**20.
+    ///
+    /// Raises:
+    ///     ConfigError: If there is no such policy, or the block size is 0, negative, or too large.
+    fn evict_by(&self, policy: &str, block_size: &Bound<'_, PyAny>) -> PyResult<()> {
+        let kind = PolicyKind::parse(policy)?;
+        let asked = args::size("block_size", block_size)?;
+        let tokens =
+            u32::try_from(asked).ok().filter(|tokens| (1..1 << 20).contains(tokens)).ok_or_else(|| {
+                Error::config(format!("block_size is {asked}; it must be 1 to 2**20 - 1 tokens"))
+            })?;
+        self.lock().evict_by(kind, tokens);
+        Ok(())
+    }
+
+    /// Tells the policy that a request has looked up a prompt: the time by which it counts.
+    ///
+    /// Args:
+    ///     tokens: Tokens of the prompt.
+    fn look_up(&self, tokens: u64) {
+        self.lock().look_up(tokens);
+    }
+
+    /// Tells the policy that blocks follow each other in a prompt. Those it knows stay as they are; a block without a
+    /// hash, and what is behind it, is left out.
+    ///
+    /// Args:
+    ///     blocks: The blocks.
+    ///     before: The block before them; `None` at the beginning of a prompt.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: If one is of another queue. Nothing is changed.
+    #[pyo3(signature = (blocks, before=None))]
+    fn add_prompt(&self, blocks: &Bound<'_, PyAny>, before: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let numbers = self.numbers(blocks)?;
+        let before =
+            before.map(|block| self.numbers(PyList::new(block.py(), [block])?.as_any())).transpose()?;
+        self.lock().add_prompt(before.and_then(|before| before.first().copied()), &numbers);
+        Ok(())
+    }
+
     /// The object before the first free block.
     #[getter]
     fn fake_free_list_head(&self, py: Python<'_>) -> Py<Block> {
@@ -147,7 +195,7 @@ impl BlockQueue {
     /// Raises:
     ///     ValueError: If none is free.
     fn popleft(&self, py: Python<'_>) -> PyResult<Py<Block>> {
-        let number = self.lock().queue_mut().pop_front();
+        let number = self.lock().pop();
         number
             .map(|number| self.object(py, number))
             .ok_or_else(|| PyValueError::new_err("No free blocks available"))
@@ -164,7 +212,7 @@ impl BlockQueue {
             return Err(too_few_blocks_error(n, free));
         }
         let mut numbers: Vec<BlockId> = try_with_capacity(n)?;
-        numbers.extend((0..n).map_while(|_| table.queue_mut().pop_front()));
+        numbers.extend((0..n).map_while(|_| table.pop()));
         drop(table);
         Ok(numbers.into_iter().map(|number| self.object(py, number)).collect())
     }
@@ -176,7 +224,7 @@ impl BlockQueue {
     ///     RuntimeError: If it is not free.
     fn remove(&self, block: &Bound<'_, PyAny>) -> PyResult<()> {
         let numbers = self.numbers(PyList::new(block.py(), [block])?.as_any())?;
-        let was = numbers.iter().all(|&number| self.lock().queue_mut().remove(number));
+        let was = numbers.iter().all(|&number| self.lock().remove_free(number));
         if was { Ok(()) } else { Err(not_free_error(block)) }
     }
 

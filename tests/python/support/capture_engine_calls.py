@@ -65,6 +65,9 @@ def order_call(name: str, args: Callable[[Offloaded], tuple[object, ...]]) -> En
 
 
 BLOCK_CALLS: dict[str, Callable[[Blocks], object]] = {
+    "BlockQueue.evict_by": lambda b: b.queue.evict_by("adaptive", PAGE),
+    "BlockQueue.look_up": lambda b: b.queue.look_up(PAGE),
+    "BlockQueue.add_prompt": lambda b: b.queue.add_prompt(b.taken),
     "Block.set_block_hash": lambda b: b.queue.blocks[3].set_block_hash(b"other"),
     "Block.reset_hash": lambda b: b.block.reset_hash(),
     "BlockQueue.popleft": lambda b: b.queue.popleft(),

@@ -41,6 +41,20 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
         self.blocks: list[Block] = self.free_block_queue.blocks
         self.null_block: Block = self.free_block_queue.popleft()
         self.null_block.is_null = True
+        self._learns = False
+
+    def evict_by(self, policy: str, block_size: int) -> None:
+        """Evict blocks by a policy of `kvpool.PrefixCache`, of requests that each have one list of blocks.
+
+        Args:
+            policy: The policy, such as "adaptive".
+            block_size: Tokens in a block.
+
+        Raises:
+            ConfigError: If there is no such policy.
+        """
+        self.free_block_queue.evict_by(policy, block_size)
+        self._learns = True
 
     @property
     def cached_block_hash_to_block(self) -> BlockMap:
@@ -73,10 +87,16 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
                 blocks[new], hashes[new], kv_cache_group_id, (num_cached_blocks + 1) * block_size, block_size,
                 block_mask, self.cached_block_hashes_by_block,
             ):  # fmt: skip
+                self._add_prompt(blocks, num_cached_blocks, num_full_blocks)
                 return
         super().cache_full_blocks(
             request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
         )
+        self._add_prompt(blocks, num_cached_blocks, num_full_blocks)
+
+    def _add_prompt(self, blocks: list[Block], start: int, end: int) -> None:
+        if self._learns and start < end:
+            self.free_block_queue.add_prompt(blocks[start:end], blocks[start - 1] if start else None)
 
     def get_new_blocks(self, num_blocks: int) -> list[Block]:
         """Allocate blocks. They lose their hashes."""

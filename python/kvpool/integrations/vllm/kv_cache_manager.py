@@ -5,8 +5,10 @@ Taking, sharing and freeing blocks is `block_pool`'s part.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
+from kvpool.errors import ConfigError
 from kvpool.integrations.vllm.finders import find_in_one_call
 from kvpool.integrations.vllm.quiet import is_plain, quiet_of
 from kvpool.integrations.vllm.seams import STEPS, VLLM
@@ -16,11 +18,16 @@ VLLM.require(STEPS)
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from vllm.v1.request import Request
 
-__all__ = ["KvpoolKVCacheManager"]
+    from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
+
+__all__ = ["EVICTION", "KvpoolKVCacheManager"]
+
+EVICTION = "KVPOOL_VLLM_EVICTION"
+"""The environment variable that names the policy by which blocks are evicted."""
 
 
 class _NoBlocks(KVCacheBlocks):  # type: ignore[misc]  # vLLM has no types here
@@ -50,10 +57,25 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
         # those below which it changes no hash.
         self._quiet_below: dict[str, tuple[int, int]] = {}
         self._only: Any = managers[0] if len(managers) == 1 and is_plain(managers[0]) else None
+        self._look_up = self._evict_by(os.environ.get(EVICTION, "lru"))
         count_unused = self.block_pool.free_block_queue.count_unused
         for manager in managers:
             manager._get_num_evictable_blocks = count_unused  # noqa: SLF001
         find_in_one_call(self.coordinator)
+
+    def _evict_by(self, policy: str) -> Callable[[int], None] | None:
+        """Evict by a policy of kvpool, and return what tells it of look-ups; `None` for vLLM's own order."""
+        if policy == "lru" or not self.enable_caching:
+            return None
+        if self._only is None:
+            raise ConfigError(
+                f"{EVICTION} is '{policy}'; it must be 'lru' for layers without full attention, and for "
+                f"prefixes that end within blocks: there are {self.num_kv_cache_groups} groups of layers"
+            )
+        pool: KvpoolBlockPool = self.block_pool
+        pool.evict_by(policy, self._only.block_size)
+        look_up: Callable[[int], None] = pool.free_block_queue.look_up
+        return look_up
 
     def allocate_slots(  # noqa: PLR0913, PLR0917 - vLLM's signature
         self,
@@ -93,6 +115,8 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
             num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, full_sequence_must_fit,
             reserved_blocks, has_scheduled_reqs, skip_zeroing_group_ids,
         )  # fmt: skip
+        if blocks is not None and self._look_up and new_computed_blocks is not None:
+            self._look_up(request.num_tokens)
         if blocks is not None and is_step:
             self._note(request)
         else:
