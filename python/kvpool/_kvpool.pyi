@@ -2903,7 +2903,8 @@ class Lease:
 @final
 class Session:
     """The turns of one conversation or agent, which tell a prefix cache what comes back: the newest turn, after a
-    pause, or nothing. Made by `PrefixCache.session`; pass it to `match` and `insert`.
+    pause, or nothing. Made by `PrefixCache.session` or
+    `ArenaPrefixCache.session`; pass it to `match`, and to `PrefixCache.insert`.
 
     Nothing is locked or kept for a session: one that is abandoned costs nothing. What other requests use as well,
     such as a system prompt, is theirs, too, and no call of a session changes when it is evicted. Contexts that go
@@ -2920,7 +2921,7 @@ class Session:
 
     @property
     def name(self) -> Namespace:
-        """The name, as it was passed to `PrefixCache.session`."""
+        """The name, as it was passed to `session`."""
     def pause(self, kind: str) -> None:
         """Says that the turn is over, and what the session waits for. The policy "adaptive" learns how long pauses
         of each kind are, in tokens that are looked up meanwhile, and evicts accordingly.
@@ -3520,6 +3521,7 @@ class ArenaPrefixCache(Pool):
         *,
         max_tokens: SupportsIndex | None = None,
         namespace: Namespace = None,
+        session: Session | None = None,
     ) -> ArenaLease:
         """Leases the longest cached prefix at which every group can go on. What was found counts as used. A miss is a
         lease of length 0, through which the request publishes what it computes.
@@ -3528,10 +3530,22 @@ class ArenaPrefixCache(Pool):
             token_ids: Token ids of the prompt.
             max_tokens: Maximum length in tokens. Engines pass `len(token_ids) - 1`: the last token must be computed.
             namespace: A str, bytes or an int; `None` is a namespace of its own.
+            session: The session whose next turn this is. The turn ends with the lease.
 
         Raises:
-            ArgumentError: If a token is outside of [0, 2**31), or `max_tokens` is negative.
+            ArgumentError: If a token is outside of [0, 2**31), `max_tokens` is negative, or the session is of another
+                cache.
             TypeError: If `token_ids` are not ints, or `namespace` is of another type.
+        """
+    def session(self, name: Namespace = None) -> Session:
+        """Returns the session with a name, for the turns of one conversation or agent: see `Session`. Sessions with
+        the same name are the same. Tiers are not told of sessions.
+
+        Args:
+            name: A str, bytes or an int; `None` makes a session like no other.
+
+        Raises:
+            TypeError: If `name` is of another type.
         """
     def cached_len(
         self,

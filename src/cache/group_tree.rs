@@ -31,7 +31,7 @@ use crate::base::{Id, KeyMap, Page, Result, StateSlot, widen};
 use crate::layout::{CacheLayout, Group, GroupKind, PrefixUnits};
 
 use super::tree::{Hold, ResumeAt, Tree, TreePosition, TreeStats};
-use super::{BlockTokens, CacheEvent, Cause, Namespace, PolicyKind, PrefillCost, Tokens};
+use super::{BlockTokens, CacheEvent, Cause, Namespace, PolicyKind, PrefillCost, SessionId, Tokens};
 use blocks::Blocks;
 use events::UnitEvents;
 
@@ -265,7 +265,31 @@ impl GroupTree {
         tokens: &dyn Tokens,
         limit: usize,
     ) -> Result<GroupHold> {
-        self.hold_at(namespace, tokens, limit, true)
+        self.hold_at(None, namespace, tokens, limit, true)
+    }
+
+    /// Works like [`Self::match_prefix`], for a turn of a session, which ends with the hold.
+    ///
+    /// # Errors
+    /// See [`Self::match_prefix`].
+    pub fn match_in_session(
+        &mut self,
+        session: SessionId,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+    ) -> Result<GroupHold> {
+        self.hold_at(Some(session), namespace, tokens, limit, true)
+    }
+
+    /// Records that the turn of a session is over, and what it waits for: see [`Tree::pause`].
+    pub fn pause(&mut self, session: SessionId, kind: &str) {
+        self.tree.pause(session, kind);
+    }
+
+    /// Records that a session has ended: what only it has used is evicted first.
+    pub fn end(&mut self, session: SessionId) {
+        self.tree.end(session);
     }
 
     /// Works like [`Self::match_prefix`], and does not count as a use of the prefix.
@@ -278,11 +302,12 @@ impl GroupTree {
         tokens: &dyn Tokens,
         limit: usize,
     ) -> Result<GroupHold> {
-        self.hold_at(namespace, tokens, limit, false)
+        self.hold_at(None, namespace, tokens, limit, false)
     }
 
     fn hold_at(
         &mut self,
+        session: Option<SessionId>,
         namespace: &Namespace,
         tokens: &dyn Tokens,
         limit: usize,
@@ -290,7 +315,7 @@ impl GroupTree {
     ) -> Result<GroupHold> {
         let Self { tree, groups, page_size, step, blocks, .. } = self;
         let rules = Rules { groups, page_size: *page_size, step: *step };
-        let hold = tree.match_at(None, namespace, tokens, limit, is_use, |tree, place| {
+        let hold = tree.match_at(session, namespace, tokens, limit, is_use, |tree, place| {
             tree.place_before(place, rules.usable(tree, blocks, place))
         })?;
         let hold = GroupHold { hold, own_end: None, is_for_copy: false };

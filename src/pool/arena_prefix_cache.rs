@@ -7,15 +7,17 @@ mod store_link;
 mod tier_link;
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::base::{Device, Error, ErrorKind, Result, Slot};
 use crate::base::{Id, check_memory};
 use crate::cache::{
-    CacheEvent, CachedPage, Digest, GroupExplanation, Namespace, PolicyKind, PrefillCost, Tokens, TreeStats,
+    CacheEvent, CachedPage, Digest, GroupExplanation, GroupHold, GroupTree, Namespace, PolicyKind,
+    PrefillCost, Tokens, TreeStats,
 };
 
 use super::contract::{Pool, Stats};
+use super::session::Session;
 use super::{ArenaHostTier, CacheArena, CachedSizes, LowerStore};
 use cache_core::{ArenaCacheCore, CachedKind, LowerMemory};
 use lease::TierBelow;
@@ -238,10 +240,46 @@ impl ArenaPrefixCache {
         tokens: &dyn Tokens,
         limit: usize,
     ) -> Result<Arc<ArenaLease>> {
+        self.match_with(namespace, tokens, limit, |groups| groups.match_prefix(namespace, tokens, limit))
+    }
+
+    /// Works like [`Self::match_prefix`], for a turn of a session, which ends with the lease. The tier below is not told
+    /// of it.
+    ///
+    /// # Errors
+    /// See [`Self::match_prefix`]; also [`ErrorKind::Argument`] for a session of another cache.
+    pub fn match_in_session(
+        &self,
+        session: &Session,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+    ) -> Result<Arc<ArenaLease>> {
+        let id = session.id_in(&self.core)?;
+        self.match_with(namespace, tokens, limit, |groups| {
+            groups.match_in_session(id, namespace, tokens, limit)
+        })
+    }
+
+    /// Returns the session with a name; a session like no other for [`Namespace::Unnamed`].
+    #[must_use]
+    pub fn session(&self, name: Namespace) -> Session {
+        let core: Weak<ArenaCacheCore> = Arc::downgrade(&self.core);
+        Session::new(core, name, &self.core.unnamed_sessions)
+    }
+
+    /// Leases what `find` holds, and counts it as a look-up.
+    fn match_with(
+        &self,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+        limit: usize,
+        find: impl FnOnce(&mut GroupTree) -> Result<GroupHold>,
+    ) -> Result<Arc<ArenaLease>> {
         let len = limit.min(tokens.count());
         let below = self.tier.clone().map(|tier| Ok((tier as Arc<dyn TierBelow>, tokens.to_vec(0..len)?)));
         ArenaLease::with_hold(&self.core, namespace, below.transpose()?, |cache| {
-            let hold = cache.groups.match_prefix(namespace, tokens, limit)?;
+            let hold = find(&mut cache.groups)?;
             cache.counts.lookups += 1;
             cache.counts.hit_tokens += hold.len();
             cache.counts.missed_tokens += tokens.count() - hold.len();

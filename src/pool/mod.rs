@@ -34,6 +34,7 @@ mod piece_names;
 mod prefix_cache;
 mod remote_store;
 mod req_to_token_pool;
+mod session;
 mod shortage;
 mod slot_tensors;
 mod stage;
@@ -64,10 +65,11 @@ pub use mirror::values_now;
 pub use page_pool::{PageConfig, PagePool};
 pub use prefix_cache::{
     CachedSizes, Fetch, FinishedRequests, Lease, Load, LowerStore, LowerTier, PrefixCache, PrefixCacheConfig,
-    PrefixCounts, Publication, Published, Session,
+    PrefixCounts, Publication, Published,
 };
 pub use remote_store::{RemoteStore, StoreCall, StoreCallKind, StoreCallQueue};
 pub use req_to_token_pool::{FreedRows, ReqToTokenConfig, ReqToTokenPool, TableIndex, TableWriters};
+pub use session::Session;
 pub use shortage::{Obtainable, Reclaim};
 pub use slot_tensors::{GrantedSlots, OneSlot, TensorOrigin, Writes};
 pub use store::{Store, StoreTransfer};

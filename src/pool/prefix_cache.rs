@@ -16,11 +16,11 @@ mod publish;
 mod put_queue;
 mod released;
 mod request;
-mod session;
 mod stale;
 mod store_access;
 mod taken_slot;
 mod tier_link;
+mod turns;
 
 use std::fmt;
 use std::sync::Arc;
@@ -52,7 +52,6 @@ pub(super) use lock::FencedLock;
 pub use publish::{Publication, Published};
 pub use request::FinishedRequests;
 pub(super) use request::{LeaseId, LeaseKeeper, LeasedRequest, LeasingRequest};
-pub use session::Session;
 
 /// Cached tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -26,9 +26,10 @@ use super::cache_arena::{CacheArena, flattened, name_of};
 use super::debug::Debug;
 use super::fetch::{Fetch, PoolFetch};
 use super::framework::current_stream;
-use super::page_keys::{digest, namespace_of, namespace_to_py};
+use super::page_keys::{self, digest, namespace_of, namespace_to_py};
 use super::pool_name::PoolName;
 use super::prefix_report::event_to_py;
+use super::session::{Session, SessionCache};
 use super::store_arg::lower_store;
 use super::tokens::with_tokens;
 use super::wait_polling;
@@ -96,6 +97,17 @@ impl ArenaPrefixCache {
     }
 }
 
+impl SessionCache for Py<ArenaPrefixCache> {
+    /// Returns any stream, because no call of a session enqueues anything.
+    fn stream(&self, _py: Python<'_>) -> PyResult<Stream> {
+        Ok(Stream::DEFAULT)
+    }
+
+    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(self)
+    }
+}
+
 impl PoolClass for ArenaPrefixCache {
     fn visit(&self, visitor: PoolVisitor<'_>) {
         visitor(&self.cache);
@@ -137,22 +149,43 @@ impl ArenaPrefixCache {
     ///     token_ids: Token ids of the prompt.
     ///     max_tokens: Maximum length in tokens. Engines pass `len(token_ids) - 1`: the last token must be computed.
     ///     namespace: A str, bytes or an int; `None` is a namespace of its own.
+    ///     session: The session whose next turn this is. The turn ends with the lease.
     ///
     /// Raises:
-    ///     ArgumentError: If a token is outside of [0, 2**31), or `max_tokens` is negative.
+    ///     ArgumentError: If a token is outside of [0, 2**31), `max_tokens` is negative, or the session is of another
+    ///         cache.
     ///     TypeError: If `token_ids` are not ints, or `namespace` is of another type.
-    #[pyo3(signature = (token_ids, *, max_tokens=None, namespace=None))]
+    #[pyo3(signature = (token_ids, *, max_tokens=None, namespace=None, session=None))]
     fn r#match(
         slf: &Bound<'_, Self>,
         token_ids: &Bound<'_, PyAny>,
         max_tokens: Option<&Bound<'_, PyAny>>,
         namespace: Option<&Bound<'_, PyAny>>,
+        session: Option<&Session>,
     ) -> PyResult<ArenaLease> {
         let (this, namespace) = (slf.get(), namespace_of(namespace)?);
         let limit = limit_of(max_tokens)?;
-        let lease =
-            with_tokens(token_ids, |tokens| Ok(this.cache.match_prefix(&namespace, tokens, limit)?))?;
+        let lease = with_tokens(token_ids, |tokens| match session {
+            None => Ok(this.cache.match_prefix(&namespace, tokens, limit)?),
+            Some(Session { session, .. }) => {
+                Ok(this.cache.match_in_session(session, &namespace, tokens, limit)?)
+            }
+        })?;
         Ok(ArenaLease { lease, cache: slf.clone().unbind() })
+    }
+
+    /// Returns the session with a name, for the turns of one conversation or agent: see `Session`. Sessions with
+    /// the same name are the same. Tiers are not told of sessions.
+    ///
+    /// Args:
+    ///     name: A str, bytes or an int; `None` makes a session like no other.
+    ///
+    /// Raises:
+    ///     TypeError: If `name` is of another type.
+    #[pyo3(signature = (name=None))]
+    fn session(slf: &Bound<'_, Self>, name: Option<&Bound<'_, PyAny>>) -> PyResult<Session> {
+        let session = slf.get().cache.session(page_keys::name_of("name", name)?);
+        Ok(Session { session, cache: Box::new(slf.clone().unbind()) })
     }
 
     /// Returns the length that `match` would find, without a lease and without refreshing it.

@@ -49,6 +49,7 @@ mod pool_name;
 mod prefix_cache;
 mod prefix_report;
 mod req_to_token_pool;
+mod session;
 mod store_arg;
 mod store_queue;
 mod tensor;
@@ -283,11 +284,13 @@ mod _kvpool {
     #[pymodule_export]
     use super::page_pool::PagePool;
     #[pymodule_export]
-    use super::prefix_cache::{Lease, PrefixCache, Published, Session};
+    use super::prefix_cache::{Lease, PrefixCache, Published};
     #[pymodule_export]
     use super::prefix_report::{Cleared, Removed, Segment, Stored};
     #[pymodule_export]
     use super::req_to_token_pool::ReqToTokenPool;
+    #[pymodule_export]
+    use super::session::Session;
     #[pymodule_export]
     use super::store_queue::{StoreCall, StoreQueue};
     #[pymodule_export]

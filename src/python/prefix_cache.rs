@@ -1,7 +1,6 @@
 //! `kvpool.PrefixCache`.
 
 mod lease;
-mod session;
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -31,13 +30,13 @@ use super::host_tier::HostTier;
 use super::page_keys::{digest, name_of, namespace_of};
 use super::pool_name::PoolName;
 use super::prefix_report::{Segment, event_to_py};
+use super::session::{Session, SessionCache};
 use super::store_arg::lower_store;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
 use super::{logging, wait_polling};
 
 pub(super) use lease::{Lease, Published};
-pub(super) use session::Session;
 
 /// Keeps the K and V of prompts and answers by their tokens, so that a request that begins like an earlier one
 /// does not compute them again.
@@ -92,6 +91,16 @@ pub(super) struct PrefixCache {
     model: Option<String>,
     policy: String,
     device: Device,
+}
+
+impl SessionCache for Py<PrefixCache> {
+    fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
+        self.get().stream(py)
+    }
+
+    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(self)
+    }
 }
 
 impl PoolClass for PrefixCache {
@@ -341,7 +350,7 @@ impl PrefixCache {
     #[pyo3(signature = (name=None))]
     fn session(slf: &Bound<'_, Self>, name: Option<&Bound<'_, PyAny>>) -> PyResult<Session> {
         let session = slf.get().cache.session(name_of("name", name)?);
-        Ok(Session { session, cache: slf.clone().unbind() })
+        Ok(Session { session, cache: Box::new(slf.clone().unbind()) })
     }
 
     /// Evicts at least `tokens` tokens, or all that are evictable, and returns how many slots became free.

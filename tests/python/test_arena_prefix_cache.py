@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,11 +55,12 @@ def compute(
     cache: ArenaPrefixCache,
     tokens: list[int],
     namespace: str | None = None,
+    session: kvpool.Session | None = None,
     **more: list[Any],
 ) -> dict[str, list[Any]]:
     """Match, compute and publish a prompt, with the units that a request still has at its end."""
     arena, end = cache.arena, len(tokens)
-    with cache.match(tokens, namespace=namespace) as lease:
+    with cache.match(tokens, namespace=namespace, session=session) as lease:
         given: dict[str, list[Any]] = {}
         for group in arena.layout.groups:
             if group.kind == "state":
@@ -592,3 +594,64 @@ def test_threads_share_a_cache() -> None:
     cache.verify()
     cache.clear()
     assert wholly_free(cache)
+
+
+# Sessions
+
+
+@pytest.mark.parametrize("other", [window(), state()], ids=["window", "state"])
+@pytest.mark.parametrize("short", [0, 1])
+def test_what_an_ended_session_used_goes_first(other: Group, short: int) -> None:
+    cache = make(full(), other, arena_bytes=1 << 15)
+    session, old, prompt = cache.session("chat"), list(range(100, 116)), list(range(16))
+    compute(cache, old)
+    with cache.match(prompt, session=session):
+        session.pause("bash")
+    compute(cache, prompt, session=session)
+    session.end()
+    name = cache.arena.layout.groups[short].name
+    while cache.group_stats(name)["evicted"] == 0:
+        some(cache.arena.alloc({name: 1}))
+    assert cache.cached_len(old) == len(old)
+    assert cache.cached_len(prompt) < len(prompt)
+    cache.verify()
+
+
+def test_a_turn_supersedes_the_one_that_it_leaves() -> None:
+    cache = make(full(), state())
+    session, old = cache.session(7), list(range(100, 116))
+    compute(cache, old)
+    compute(cache, list(range(16)), session=session)
+    compute(cache, [*range(8), *range(50, 58)], session=session)
+    while cache.group_stats("state")["evicted"] == 0:
+        some(cache.arena.alloc({"state": 1}))
+    assert cache.cached_len(old) == len(old)
+    assert cache.cached_len(list(range(16))) == 0
+    assert cache.cached_len([*range(8), *range(50, 58)]) == 16
+    cache.verify()
+
+
+def test_a_session_is_of_one_cache() -> None:
+    cache, other = make(full()), make(full())
+    session = other.session("chat")
+    assert (session.name, repr(session), other.session().name) == ("chat", 'Session(name="chat")', None)
+    with pytest.raises(ArgumentError, match="the session is of another prefix cache"):
+        cache.match([1, 2, 3, 4], session=session)
+    pages = kvpool.PrefixCache(kvpool.TokenToKVPoolAllocator(8, "cpu"))
+    with pytest.raises(ArgumentError, match="the session is of another prefix cache"):
+        pages.match([1, 2, 3, 4], session=session)
+    with pytest.raises(TypeError):
+        cache.session(1.5)  # type: ignore[arg-type]
+    cache.arena.clear()
+    session.pause("user")
+    session.end()
+
+
+def test_a_session_keeps_its_cache_no_longer_than_it_lives() -> None:
+    cache = make(full())
+    session, reference = cache.session("chat"), weakref.ref(cache.arena)
+    del cache
+    session.end()
+    del session
+    gc.collect()
+    assert reference() is None

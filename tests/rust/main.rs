@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a failing test panics")]
 
+mod arena_sessions;
 mod blocks;
 mod conformance;
 mod contract;

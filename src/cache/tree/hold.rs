@@ -69,13 +69,11 @@ impl Tree {
         tokens: &dyn Tokens,
         limit: usize,
     ) -> Result<Hold> {
-        let hold = self.match_at(Some(session), namespace, tokens, limit, true, Self::usable_place)?;
-        self.sessions.begin_turn(session, self.now);
-        Ok(hold)
+        self.match_at(Some(session), namespace, tokens, limit, true, Self::usable_place)
     }
 
     /// Works like [`Tree::match_prefix`]. The prefix ends at the place that `usable` returns, which is at or before
-    /// the place where the cached tokens end. It counts as used if that `is_use`.
+    /// the place where the cached tokens end. It counts as used if that `is_use`, which that of a session is.
     pub(in crate::cache) fn match_at(
         &mut self,
         session: Option<SessionId>,
@@ -105,6 +103,9 @@ impl Tree {
         if is_use {
             self.touch(node, None, session);
             self.keep_use(node);
+        }
+        if let Some(session) = session {
+            self.sessions.begin_turn(session, self.now);
         }
         let found = place.map_or(0, |place| place.len);
         let (len, prompt_len) = (widen(self.node(node).end), tokens.count());

@@ -21,7 +21,7 @@ use crate::cache::policy::real;
 
 use super::cause::Cause;
 use super::evict::Evicted;
-use super::{FoundPrefix, History, Hold, Kind, NodeId, Tick, Tree, narrow};
+use super::{FoundPrefix, History, Hold, Kind, NodeId, Outlook, Tick, Tree, narrow};
 
 /// How many times as much a snapshot is worth at which requests are likely to resume: the last one on its
 /// path, where a conversation continues, the last one of a prompt, or one from which a request has resumed.
@@ -276,17 +276,21 @@ impl Tree {
             let rate = queues.policy.worth(&uses, *now).unwrap_or_else(|| real(age).recip());
             let factor = if is_last || snapshot.was_chosen { LIKELY } else { 1.0 };
             let saved = queues.policy.saved(snapshots.positions(snapshot.above, snapshot.end));
-            (node, snapshot, factor * rate * saved, age)
+            // What a session has given up goes first, as its pages do.
+            let is_over = is_last && history.outlook == Outlook::Ended;
+            let rank = if is_over { SnapshotRank::Superseded } else { snapshot.rank };
+            (node, snapshot, rank, factor * rate * saved, age)
         });
-        let least = valued.min_by(|(node, one, value, age), (other_node, other, other_value, other_age)| {
-            one.rank
-                .cmp(&other.rank)
+        let least = valued.min_by(|one, other| {
+            let (node, snapshot, rank, value, age) = one;
+            let (other_node, other_snapshot, other_rank, other_value, other_age) = other;
+            rank.cmp(other_rank)
                 .then_with(|| value.total_cmp(other_value))
                 .then_with(|| other_age.cmp(age))
-                .then_with(|| one.end.cmp(&other.end))
+                .then_with(|| snapshot.end.cmp(&other_snapshot.end))
                 .then_with(|| node.cmp(other_node))
         });
-        least.map(|(node, snapshot, value, _)| (node, snapshot.rank, value))
+        least.map(|(node, _, rank, value, _)| (node, rank, value))
     }
 
     /// Evicts a snapshot at which no lease ends: a superseded one, or else, if `any` says so, the one that is worth

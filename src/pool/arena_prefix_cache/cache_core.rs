@@ -2,16 +2,18 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Instant;
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{Epoch, Result};
 use crate::cache::{
-    Cause, GroupTree, JournalOf, Namespace, Pressure, Relief, Tier, UnitNumbers, UnitsToFree,
+    Cause, GroupTree, JournalOf, Namespace, Pressure, Relief, SessionId, Tier, UnitNumbers, UnitsToFree,
 };
 use crate::index::Slabs;
 use crate::layout::{CacheLayout, GroupKind};
 use crate::memory::Stream;
+use crate::pool::session::HasSessions;
 use crate::pool::{CacheArena, ReclaimUnits};
 
 use super::{ArenaPrefixCacheConfig, ArenaPrefixCounts};
@@ -25,6 +27,8 @@ pub(super) struct ArenaCacheCore {
     /// The tier below, if there is one.
     tier: Option<Arc<dyn LowerMemory>>,
     pub(super) state: RankedMutex<ArenaCacheState>,
+    /// The number of sessions without a name so far.
+    pub(super) unnamed_sessions: AtomicU64,
 }
 
 /// The memory below a cache, as a cache that gives units up knows it.
@@ -147,7 +151,8 @@ impl ArenaCacheCore {
         // What is evicted to a tier is loaded from there, and a token takes as long as any other.
         let config = ArenaPrefixCacheConfig { cost: config.cost.filter(|_| tier.is_none()), ..config };
         let state = RankedMutex::new(LockRank::Cache, ArenaCacheState::new(&config, &arena, &contents));
-        let core = Arc::new(Self { arena, contents, config, tier, state });
+        let core =
+            Arc::new(Self { arena, contents, config, tier, state, unnamed_sessions: AtomicU64::new(0) });
         let reclaim: Arc<dyn ReclaimUnits> = Arc::clone(&core) as _;
         core.arena.on_shortage(&reclaim);
         core
@@ -184,6 +189,16 @@ impl ArenaCacheCore {
             // A cleared arena has them already.
             let _ = self.arena.in_epoch(cache.epoch, |slabs| free_units(slabs, &freed.groups));
         }
+    }
+}
+
+impl HasSessions for ArenaCacheCore {
+    fn pause(&self, session: SessionId, kind: &str, _stream: Stream) {
+        self.current().groups.pause(session, kind);
+    }
+
+    fn end(&self, session: SessionId, _stream: Stream) {
+        self.current().groups.end(session);
     }
 }
 

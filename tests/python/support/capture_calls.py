@@ -496,6 +496,7 @@ ENTRIES: dict[str, Entry] = {
     # ArenaPrefixCache: the tree and the units are on the host. Before the arena is cleared.
     "ArenaPrefixCache()": Entry(lambda w: w.spare.append(kvpool.ArenaPrefixCache(w.arena)), WORKS),
     "ArenaPrefixCache.match": Entry(lambda w: len(w.arena_cache.match([1, 2, 3, 4])) == 4, WORKS),
+    "ArenaPrefixCache.session": Entry(lambda w: w.arena_cache.session(), WORKS),
     "ArenaPrefixCache.cached_len": Entry(lambda w: w.arena_cache.cached_len([1, 2, 3, 4]), WORKS),
     "ArenaPrefixCache.explain": Entry(lambda w: w.arena_cache.explain([1, 2, 3, 4]), WORKS),
     "ArenaPrefixCache.group_stats": Entry(lambda w: w.arena_cache.group_stats("full"), WORKS),

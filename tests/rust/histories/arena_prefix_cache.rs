@@ -10,8 +10,10 @@ use kvpool::cache::{
     Tier,
 };
 use kvpool::layout::{CacheLayout, Group, GroupKind, Plane, SlabOptions};
+use kvpool::memory::Stream;
 use kvpool::pool::{
     ArenaLease, ArenaPrefixCache, ArenaPrefixCacheConfig, ArenaPublished, CacheArena, CacheArenaConfig, Pool,
+    Session,
 };
 
 use super::prefixes::digest;
@@ -39,6 +41,7 @@ struct World {
     page_size: usize,
     groups: Vec<Group>,
     requests: Vec<Request>,
+    sessions: Vec<Session>,
     /// Units of nobody's prefix, by group.
     own: Vec<Vec<u32>>,
     /// What was published last for each page: the unit, or the numbers of the snapshot, of each group.
@@ -123,6 +126,7 @@ pub(super) fn run(source: &mut Source<'_>) {
     let arena = Arc::new(arena);
     let config = ArenaPrefixCacheConfig { policy, cost: None, events: Some(digest) };
     let cache = ArenaPrefixCache::new(config, Arc::clone(&arena)).expect("memory");
+    let sessions = (0..3).map(|number| cache.session(Namespace::Number(number))).collect();
     let groups = layout.groups().to_vec();
     let mut world = World {
         page_size: layout.page_size(),
@@ -131,6 +135,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         arena,
         cache,
         requests: Vec::new(),
+        sessions,
         published: BTreeMap::new(),
         prompts: Vec::new(),
         told: Told::default(),
@@ -300,7 +305,13 @@ impl World {
             let is_whole = alone == tokens.len() / self.page_size * self.page_size;
             assert_eq!(matches!(explained.reason, GroupReason::Complete), is_whole);
         }
-        let lease = self.cache.match_prefix(&namespace, &slice, limit).expect("tokens");
+        // A session changes the order of evictions alone.
+        let session = self.sessions.get(source.below(2 * self.sessions.len()));
+        let lease = match session {
+            None => self.cache.match_prefix(&namespace, &slice, limit),
+            Some(session) => self.cache.match_in_session(session, &namespace, &slice, limit),
+        };
+        let lease = lease.expect("tokens");
         assert_eq!(lease.len().expect("valid"), expected);
         let reads = self.reads(&lease);
         for (group, reads) in reads.iter().enumerate() {
@@ -527,7 +538,7 @@ impl World {
     }
 
     fn rare(&mut self, source: &mut Source<'_>) {
-        match source.below(6) {
+        match source.below(9) {
             0 => {
                 self.arena.clear();
                 self.own.iter_mut().for_each(Vec::clear);
@@ -547,6 +558,13 @@ impl World {
                     request.is_found = false;
                 }
                 assert!(self.cache.contents().iter().all(|page| page.namespace != namespace));
+            }
+            2..=4 => {
+                let session = &self.sessions[source.below(self.sessions.len())];
+                match source.below(3) {
+                    0 => session.end(Stream::DEFAULT),
+                    kind => session.pause(["tool", "user"][kind - 1], Stream::DEFAULT),
+                }
             }
             _ => {
                 // More than there is: nothing is evicted in vain.

@@ -4,13 +4,23 @@ use pyo3::PyTraverseError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 
+use crate::memory::Stream;
 use crate::pool::Session as PoolSession;
 
-use super::PrefixCache;
-use crate::python::page_keys::namespace_to_py;
+use super::page_keys::namespace_to_py;
+
+/// The Python object of a cache that has sessions.
+pub(super) trait SessionCache: Send + Sync {
+    /// Returns the stream of a call of a session.
+    fn stream(&self, py: Python<'_>) -> PyResult<Stream>;
+
+    /// Shows the object to the garbage collector.
+    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError>;
+}
 
 /// The turns of one conversation or agent, which tell a prefix cache what comes back: the newest turn, after a
-/// pause, or nothing. Made by `PrefixCache.session`; pass it to `match` and `insert`.
+/// pause, or nothing. Made by `PrefixCache.session` or
+/// `ArenaPrefixCache.session`; pass it to `match`, and to `PrefixCache.insert`.
 ///
 /// Nothing is locked or kept for a session: one that is abandoned costs nothing. What other requests use as well,
 /// such as a system prompt, is theirs, too, and no call of a session changes when it is evicted. Contexts that go
@@ -24,14 +34,14 @@ use crate::python::page_keys::namespace_to_py;
 /// Calls may be made in any order, also while a lease of the session is open. The next `match` of a session takes
 /// back `pause` and `end`.
 #[pyclass(frozen, module = "kvpool", name = "Session", weakref)]
-pub(in crate::python) struct Session {
+pub(super) struct Session {
     pub(super) session: PoolSession,
-    pub(super) cache: Py<PrefixCache>,
+    pub(super) cache: Box<dyn SessionCache>,
 }
 
 #[pymethods]
 impl Session {
-    /// The name, as it was passed to `PrefixCache.session`.
+    /// The name, as it was passed to `session`.
     #[getter]
     fn name<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         namespace_to_py(py, self.session.name())
@@ -44,13 +54,13 @@ impl Session {
     ///     kind: A class of tool calls, such as "bash", or "user". 256 kinds are told apart: use no names of
     ///         single calls.
     fn pause(&self, py: Python<'_>, kind: &str) -> PyResult<()> {
-        self.session.pause(kind, self.cache.get().stream(py)?);
+        self.session.pause(kind, self.cache.stream(py)?);
         Ok(())
     }
 
     /// Says that the session has ended: what only it has used is evicted first.
     fn end(&self, py: Python<'_>) -> PyResult<()> {
-        self.session.end(self.cache.get().stream(py)?);
+        self.session.end(self.cache.stream(py)?);
         Ok(())
     }
 
@@ -59,6 +69,6 @@ impl Session {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.cache)
+        self.cache.traverse(&visit)
     }
 }
