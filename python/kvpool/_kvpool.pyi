@@ -4737,7 +4737,8 @@ class HostTier(Pool):
     Each page of K and V is one contiguous piece: the K and then the V of the first layer, then of the next.
     Copies run in the background, one after the other in each direction: on a thread or, for a pool on a GPU,
     on a separate stream. A page can be loaded from the moment its copy begins. Pages that the cache has on the device, too,
-    are evicted last; of the others, the least recently used ones are evicted first.
+    are evicted last. Of the others, those that are worth least by the `adaptive` policy of the cache are evicted first or,
+    with another policy or another `write` than "through", those that were evicted from the device first.
 
     If there is a driver and the pool is on a GPU, the memory is page-locked in steps on threads, like that of
     a `ChunkPool`, and can be used before all of it is page-locked. Copies in both directions then pass through

@@ -45,7 +45,8 @@ pub use namespace::Namespace;
 pub(crate) use node_arena::NodeArena;
 pub use node_arena::NodeHandle;
 pub use policy::{
-    BlockKey, BlockTokens, History, MakePolicy, NodeId, Outlook, Policy, PolicyKind, Remembered, Tick, Worth,
+    BlockKey, BlockTokens, History, Learned, MakePolicy, NodeId, Outlook, Policy, PolicyKind, Remembered,
+    Tick, Worth,
 };
 pub use prefill_cost::PrefillCost;
 pub(crate) use rare_cases::fingerprint_mask;

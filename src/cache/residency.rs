@@ -4,7 +4,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::base::{Epoch, Id, KeyMap, id, widen};
 
-use super::{Namespace, PageHash, RecencyList};
+use super::policy::WorthOrder;
+use super::{History, Learned, Namespace, PageHash, RecencyList, Remembered, Tick};
 
 id!(
     /// An entry of a [`Residency`]. As long as it is held, it belongs to the same page.
@@ -78,12 +79,22 @@ struct Entry<P> {
     is_copied: bool,
     presence: DevicePresence,
     stage: Stage,
+    /// What the device knew of the page when it evicted it; a single use, if the device did not evict it.
+    history: History,
 }
 
 impl<P> Entry<P> {
     /// Returns whether the page can be found.
     fn is_there(&self) -> bool {
         matches!(self.stage, Stage::Arriving | Stage::Ready)
+    }
+
+    /// Returns whether nothing reads the entry, and its place can be used.
+    fn can_go(&self, is_usable: &impl Fn(P) -> bool) -> bool
+    where
+        P: Copy,
+    {
+        self.readers == 0 && is_usable(self.place)
     }
 
     /// Returns whether the entry has a place in the order of eviction.
@@ -100,7 +111,7 @@ impl<P> Entry<P> {
 /// held keeps its place, even if the entry is removed in the meantime.
 ///
 /// Of the entries that nothing holds, those that the device does not have are evicted first, the least
-/// recently used before the others. Entries that the device has are not looked up in the tier at present, and
+/// recently used before the others or, with [`Self::order_by_worth`], those that are worth least. Entries that the device has are not looked up in the tier at present, and
 /// will be needed when the device evicts them.
 ///
 /// ```
@@ -119,12 +130,39 @@ pub struct Residency<P> {
     entries: Vec<Entry<P>>,
     vacant: Vec<EntryId>,
     by_key: KeyMap<PageHash, EntryId>,
-    /// The entries that can be found and are not held, in the order of eviction: those that the device does
-    /// not have, then those that it has.
-    order: [RecencyList<EntryId>; 2],
+    /// The entries that can be found and are not held: those that the device does not have, in the order of
+    /// eviction, and then those that it has, too.
+    lone: Lone,
+    present: RecencyList<EntryId>,
     ready: usize,
     departed: usize,
     epoch: Epoch,
+}
+
+/// The entries that the device does not have, in the order of eviction.
+#[derive(Debug)]
+enum Lone {
+    /// The least recently used first.
+    Recency(RecencyList<EntryId>),
+    /// Those that are worth least first.
+    Worth(Box<WorthOrder<EntryId>>),
+}
+
+impl Lone {
+    /// Returns the entries, in any order.
+    fn ids(&self) -> Vec<EntryId> {
+        match self {
+            Self::Recency(list) => list.iter_oldest().collect(),
+            Self::Worth(order) => order.pages().collect(),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Recency(list) => list.bytes(),
+            Self::Worth(order) => order.bytes(),
+        }
+    }
 }
 
 impl<P> Default for Residency<P> {
@@ -133,7 +171,8 @@ impl<P> Default for Residency<P> {
             entries: Vec::new(),
             vacant: Vec::new(),
             by_key: KeyMap::default(),
-            order: Default::default(),
+            lone: Lone::Recency(RecencyList::default()),
+            present: RecencyList::default(),
             ready: 0,
             departed: 0,
             epoch: Epoch::default(),
@@ -142,6 +181,56 @@ impl<P> Default for Residency<P> {
 }
 
 impl<P: Copy> Residency<P> {
+    /// Orders the entries that the device does not have by what they are worth, below a cache of `capacity`
+    /// tokens whose time begins. Until [`Self::set_learned`], the least recently used ones are first.
+    pub fn order_by_worth(&mut self, capacity: u64) {
+        let before = std::mem::replace(&mut self.lone, Lone::Worth(Box::new(WorthOrder::new(capacity))));
+        self.entries
+            .iter_mut()
+            .for_each(|entry| entry.history = History::of_new(Remembered::default(), Tick::default()));
+        match before {
+            Lone::Recency(list) => list.iter_oldest().for_each(|entry| self.put_in_order(entry)),
+            Lone::Worth(mut order) => {
+                while let Some(entry) = order.first() {
+                    order.remove(entry);
+                    self.put_in_order(entry);
+                }
+            }
+        }
+    }
+
+    /// Sets the time, and what the cache above has learned by then.
+    pub fn set_learned(&mut self, learned: Option<Learned>, now: Tick) {
+        if let Lone::Worth(order) = &mut self.lone {
+            order.set_learned(learned, now);
+        }
+    }
+
+    /// Returns the time of the cache above, as far as it is known.
+    fn now(&self) -> Tick {
+        match &self.lone {
+            Lone::Recency(_) => Tick::default(),
+            Lone::Worth(order) => order.now(),
+        }
+    }
+
+    fn put_in_order(&mut self, entry: EntryId) {
+        let here = &self.entries[widen(entry.number())];
+        match (here.presence, &mut self.lone) {
+            (DevicePresence::Present, _) => self.present.push(entry),
+            (DevicePresence::Absent, Lone::Recency(list)) => list.push(entry),
+            (DevicePresence::Absent, Lone::Worth(order)) => order.insert(entry, &here.history),
+        }
+    }
+
+    fn remove_from_order(&mut self, entry: EntryId) {
+        match (self.entry(entry).presence, &mut self.lone) {
+            (DevicePresence::Present, _) => self.present.remove(entry),
+            (DevicePresence::Absent, Lone::Recency(list)) => list.remove(entry),
+            (DevicePresence::Absent, Lone::Worth(order)) => order.remove(entry),
+        }
+    }
+
     /// Returns the number of pages that are complete.
     #[must_use]
     pub const fn len(&self) -> usize {
@@ -233,7 +322,8 @@ impl<P: Copy> Residency<P> {
     fn add(&mut self, key: PageHash, namespace: NamespaceHash, place: P, stage: Stage) -> EntryId {
         let presence = DevicePresence::Absent;
         let (holders, readers, is_copied) = (1, 0, false);
-        let entry = Entry { key, place, namespace, holders, readers, is_copied, presence, stage };
+        let history = History::of_new(Remembered::default(), self.now());
+        let entry = Entry { key, place, namespace, holders, readers, is_copied, presence, stage, history };
         let id = if let Some(id) = self.vacant.pop() {
             *self.entry_mut(id) = entry;
             id
@@ -329,21 +419,39 @@ impl<P: Copy> Residency<P> {
     ) {
         for key in keys {
             if let Some(entry) = self.find(key) {
-                let previous = std::mem::replace(&mut self.entry_mut(entry).presence, presence);
-                if self.entry(entry).holders == 0 {
-                    self.order[previous as usize].remove(entry);
-                    self.order[presence as usize].push(entry);
-                }
+                self.set_presence(entry, presence, None);
             }
+        }
+    }
+
+    /// Records that the device no longer has pages, with their histories.
+    pub fn set_evicted_above<'a>(&mut self, pages: impl IntoIterator<Item = (&'a PageHash, &'a History)>) {
+        for (key, history) in pages {
+            if let Some(entry) = self.find(key) {
+                self.set_presence(entry, DevicePresence::Absent, Some(*history));
+            }
+        }
+    }
+
+    /// Records whether the device has a page. Without a `history`, that of the page stays.
+    fn set_presence(&mut self, entry: EntryId, presence: DevicePresence, history: Option<History>) {
+        let is_ordered = self.entry(entry).holders == 0;
+        if is_ordered {
+            self.remove_from_order(entry);
+        }
+        let here = self.entry_mut(entry);
+        here.presence = presence;
+        here.history = history.unwrap_or(here.history);
+        if is_ordered {
+            self.put_in_order(entry);
         }
     }
 
     /// Records that the device no longer has any of the pages.
     pub fn set_none_on_device(&mut self) {
-        let [lone, present] = &mut self.order;
-        present.iter_oldest().for_each(|entry| lone.push(entry));
-        *present = RecencyList::default();
         self.entries.iter_mut().for_each(|entry| entry.presence = DevicePresence::Absent);
+        let present = std::mem::take(&mut self.present);
+        present.iter_oldest().for_each(|entry| self.put_in_order(entry));
     }
 
     /// Keeps the place of a page that is there until it is released.
@@ -351,8 +459,7 @@ impl<P: Copy> Residency<P> {
         let here = self.entry_mut(entry);
         here.holders += 1;
         if here.holders == 1 {
-            let presence = here.presence;
-            self.order[presence as usize].remove(entry);
+            self.remove_from_order(entry);
         }
     }
 
@@ -360,9 +467,8 @@ impl<P: Copy> Residency<P> {
     pub fn release(&mut self, entry: EntryId) -> Option<P> {
         let here = self.entry_mut(entry);
         here.holders -= 1;
-        let presence = here.presence;
         if here.is_ordered() {
-            self.order[presence as usize].push(entry);
+            self.put_in_order(entry);
         }
         self.vacate_unused(entry)
     }
@@ -382,10 +488,37 @@ impl<P: Copy> Residency<P> {
     /// Evicts the first page, in the order of eviction, that nothing reads and whose place `is_usable`.
     /// Returns its key and its place; `None` if there is none.
     pub fn evict(&mut self, is_usable: impl Fn(P) -> bool) -> Option<(PageHash, P)> {
-        let can_go = |&entry: &EntryId| self.entry(entry).readers == 0 && is_usable(self.entry(entry).place);
-        let oldest = self.order.iter().flat_map(RecencyList::iter_oldest).find(can_go)?;
-        let key = self.entry(oldest).key;
-        self.remove(oldest).map(|place| (key, place))
+        let first = self
+            .first_lone(&is_usable)
+            .or_else(|| self.present.iter_oldest().find(|&entry| self.entry(entry).can_go(&is_usable)))?;
+        let key = self.entry(first).key;
+        self.remove(first).map(|place| (key, place))
+    }
+
+    /// Returns the first entry that the device does not have and that can go.
+    fn first_lone(&mut self, is_usable: &impl Fn(P) -> bool) -> Option<EntryId> {
+        let Self { entries, lone, .. } = self;
+        let can_go = |entry: &EntryId| entries[widen(entry.number())].can_go(is_usable);
+        match lone {
+            Lone::Recency(list) => list.iter_oldest().find(can_go),
+            Lone::Worth(order) => {
+                let mut kept = Vec::new();
+                let first = loop {
+                    let first = order.first();
+                    match first {
+                        Some(entry) if !can_go(&entry) => {
+                            order.remove(entry);
+                            kept.push(entry);
+                        }
+                        _ => break first,
+                    }
+                };
+                for entry in kept {
+                    order.insert(entry, &entries[widen(entry.number())].history);
+                }
+                first
+            }
+        }
     }
 
     /// Removes the pages of a namespace, or all pages, so that they can no longer be found. Returns the keys
@@ -412,7 +545,8 @@ impl<P: Copy> Residency<P> {
         self.entries.capacity() * size_of::<Entry<P>>()
             + self.vacant.capacity() * size_of::<EntryId>()
             + self.by_key.capacity() * (size_of::<(PageHash, EntryId)>() + 1)
-            + self.order.iter().map(RecencyList::bytes).sum::<usize>()
+            + self.present.bytes()
+            + self.lone.bytes()
     }
 
     fn entry(&self, entry: EntryId) -> &Entry<P> {
@@ -429,10 +563,10 @@ impl<P: Copy> Residency<P> {
         if !here.is_there() && here.stage != Stage::Fetched {
             return None;
         }
-        let (key, presence) = (here.key, here.presence);
+        let key = here.key;
         let (is_ordered, is_ready) = (here.is_ordered(), here.stage == Stage::Ready);
         if is_ordered {
-            self.order[presence as usize].remove(entry);
+            self.remove_from_order(entry);
         }
         self.ready -= usize::from(is_ready);
         self.by_key.remove(&key);
@@ -472,8 +606,11 @@ impl<P: Copy> Residency<P> {
         let counted = [of(Stage::Ready), arriving, of(Stage::Departed), of(Stage::Vacant)];
         let known = [self.ready, self.arriving(), self.departed, self.vacant.len()];
         let mut ordered = 0;
-        for (order, presence) in self.order.iter().zip([DevicePresence::Absent, DevicePresence::Present]) {
-            for entry in order.iter_oldest().map(|entry| self.entry(entry)) {
+        for (order, presence) in [
+            (self.lone.ids(), DevicePresence::Absent),
+            (self.present.iter_oldest().collect(), DevicePresence::Present),
+        ] {
+            for entry in order.into_iter().map(|entry| self.entry(entry)) {
                 if !entry.is_ordered() || entry.presence != presence {
                     return Some(format!("{:?} is out of order", entry.key));
                 }

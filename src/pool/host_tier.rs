@@ -11,7 +11,8 @@ use std::time::Duration;
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Device, Error, ErrorKind, ForkGate, Page, Result, StateSlot};
 use crate::cache::{
-    DevicePresence, LowerTierContents, Namespace, OfferedPages, OfferedPieces, PageHash, WritePolicy,
+    DevicePresence, History, Learned, LowerTierContents, Namespace, OfferedPages, OfferedPieces, PageHash,
+    Tick, WritePolicy,
 };
 use crate::kernels::{PageCopy, PagePair, StagingArea};
 use crate::memory::{Backend, CopyDirection, Fingerprint, Gpu, Stream};
@@ -426,6 +427,21 @@ impl HostTier {
         presence: DevicePresence,
     ) {
         self.pages.set_device_presence(keys, presence);
+    }
+
+    /// Records that the device has evicted pages, with their histories.
+    pub(super) fn set_evicted_above<'a>(&self, pages: impl Iterator<Item = (&'a PageHash, &'a History)>) {
+        self.pages.set_evicted_above(pages);
+    }
+
+    /// Orders pages by what they are worth below a cache of `capacity` tokens, whose time begins.
+    pub(super) fn order_by_worth(&self, capacity: u64) {
+        self.pages.resident().order_by_worth(capacity);
+    }
+
+    /// Sets the time, and what the cache above has learned by then.
+    pub(super) fn set_learned(&self, learned: Option<Learned>, now: Tick) {
+        self.pages.resident().set_learned(learned, now);
     }
 
     /// Starts to copy the offered pages that are not here, after the work enqueued on the streams `after`.

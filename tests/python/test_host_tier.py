@@ -838,6 +838,33 @@ def test_recomputed_pages_are_evicted_after_pages_missing_on_the_device(device: 
     scene.end()
 
 
+@pytest.mark.parametrize(("policy", "least", "most"), [("adaptive", 0.9, 1.0), ("lru", 0.0, 0.0)])
+def test_pages_that_come_back_stay_longer_than_pages_used_once(
+    device: str, policy: str, least: float, most: float
+) -> None:
+    """40 prompts come in turn, three others after each: more than the tier holds between two uses."""
+    page, documents, rounds, last = 64, 40, 12, 4
+    slots = TokenToKVPoolAllocator(16 * page, device, page)
+    kv = KVPool(16 * page, 1, 1, 1, device, torch.float16, page_size=page)
+    cache = PrefixCache(slots, policy=policy, tiers=(HostTier(kv, 64 * page),))
+    found, others = 0, 10_000
+    for turn in range(rounds):
+        for document in range(documents):
+            for number in (document, others, others + 1, others + 2):
+                with cache.match([number] * page) as lease:
+                    if lease.loadable:
+                        load = lease.load()
+                        assert load is not None
+                        load.wait_layer(0)
+                    if lease.length < page:
+                        lease.publish([number] * page, slots.alloc(page))
+                    elif turn >= rounds - last:
+                        found += 1
+            others += 3
+    assert least <= found / (last * documents) <= most
+    assert cache.wait_written(30)
+
+
 @pytest.mark.cuda
 def test_a_capture_waits_for_no_load(driver: Driver) -> None:
     with devices.on("cuda"):

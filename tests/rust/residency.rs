@@ -1,6 +1,9 @@
 //! The contents of a tier, while copies to it are in progress.
 
-use kvpool::cache::{DevicePresence, EntryId, Namespace, PageHash, Residency};
+use kvpool::cache::{
+    BlockKey, BlockTokens, DevicePresence, EntryId, History, Learned, Namespace, PageHash, Policy,
+    PolicyKind, Residency, Tick,
+};
 
 const KEY: [u8; 32] = [1; 32];
 
@@ -143,4 +146,66 @@ fn a_page_that_was_evicted_during_its_copy_does_not_arrive() {
     assert!(!tier.is_expected(entry));
     assert!(!tier.arrive(entry));
     assert_eq!(tier.broken_invariant(), None);
+}
+
+/// Blocks of 64 tokens of which one is used again and again, below which a tier has room for `tokens`. Returns what is
+/// learned from them by the end, if anything.
+fn learned(tokens: Option<u64>, loaded: u64) -> (Option<Learned>, Tick) {
+    let mut policy: Box<dyn Policy> = PolicyKind::Adaptive.policy(1024, BlockTokens::of_page_size(64), None);
+    if let Some(tokens) = tokens {
+        policy.set_below(tokens);
+    }
+    for step in 1..1000_u32 {
+        let now = Tick::new(64 * u64::from(step));
+        let used = Tick::new(now.tokens() - 64);
+        policy.record_use(&History { used, uses: step, ..History::default() }, 64, now);
+        policy.record_publication(BlockKey::new(u64::from(step) << 40 | u64::from(step)), 64, now);
+        policy.record_loaded(loaded);
+    }
+    let now = Tick::new(64_000);
+    (policy.learned(now), now)
+}
+
+/// Returns the order in which a tier evicts two pages: the first of which was used often, and left the device first.
+fn order_below(learned: Option<Learned>, now: Tick) -> [char; 2] {
+    let mut tier = Residency::default();
+    tier.order_by_worth(1024);
+    let histories = [600, 1].map(|uses| History { used: now, uses, ..History::default() });
+    let keys = [[1; 32], [2; 32]];
+    for (key, place) in keys.into_iter().zip(['a', 'b']) {
+        copied(&mut tier, key, place, DevicePresence::Present);
+    }
+    tier.set_evicted_above(keys.iter().zip(&histories));
+    tier.set_learned(learned, now);
+    assert_eq!(tier.broken_invariant(), None);
+    [(); 2].map(|()| tier.evict(|_| true).expect("both can go").1)
+}
+
+#[test]
+fn what_is_worth_least_goes_first() {
+    let (known, now) = learned(Some(4096), 64);
+    assert!(known.is_some());
+    assert_eq!(order_below(known, now), ['b', 'a']);
+    assert_eq!(order_below(None, now), ['a', 'b'], "recency");
+}
+
+#[test]
+fn a_tier_goes_by_recency_unless_more_is_found() {
+    assert!(learned(None, 64).0.is_none(), "there is no tier");
+    assert!(learned(Some(4096), 0).0.is_none(), "recency would find as much");
+}
+
+#[test]
+fn pages_that_are_read_keep_their_worth() {
+    let (known, now) = learned(Some(4096), 64);
+    let mut tier = Residency::default();
+    let first = copied(&mut tier, KEY, 'a', DevicePresence::Absent);
+    tier.order_by_worth(1024);
+    tier.set_learned(known, now);
+    copied(&mut tier, [2; 32], 'b', DevicePresence::Absent);
+    tier.begin_read(first);
+    assert_eq!(tier.evict(|place| place != 'b'), None);
+    assert_eq!(tier.evict(|_| true), Some(([2; 32], 'b')));
+    assert_eq!((tier.end_read(first), tier.broken_invariant()), (None, None));
+    assert_eq!(tier.evict(|_| true), Some((KEY, 'a')));
 }

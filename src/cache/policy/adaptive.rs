@@ -14,6 +14,8 @@
 //! enough, the least recently used leaf is evicted instead. So the cache finds at least about 0.97 of what
 //! least-recently-used eviction finds, for any sequence of requests.
 //!
+//! A tier below evicts by the same worth ([`Learned`]), as long as more is found in both than recency would find there.
+//!
 //! *Invariant.* All state follows from the calls: times are counted in tokens, and there are no random
 //! numbers.
 //!
@@ -22,6 +24,7 @@
 //! (16 remembered blocks of 8 bytes for each block), and some 40 KiB; with a cost, 130 KiB.
 
 mod ages;
+mod below;
 mod cohorts;
 mod ghosts;
 mod levels;
@@ -33,7 +36,9 @@ use std::ops::Range;
 use super::{BlockKey, BlockTokens, History, NodeId, Outlook, Policy, Remembered, Tick, Worth};
 use crate::cache::PrefillCost;
 use ages::Ages;
-use cohorts::Cohorts;
+pub use below::Learned;
+pub(in crate::cache) use below::WorthOrder;
+use cohorts::{Cohorts, Ties};
 use ghosts::{Ghost, Ghosts};
 use levels::Levels;
 use lifetimes::Lifetimes;
@@ -48,6 +53,10 @@ const USES: usize = 8;
 /// The number of classes of blocks. An outlook says more of the next use than the uses before, and is a class of its
 /// own.
 const CLASSES: usize = USES + 3;
+
+/// The share by which the cache and the tier below it must find more than least-recently-used eviction would in a tier
+/// alone. Otherwise the tier goes by recency, which finds about as much there.
+const LEAD_BELOW: f64 = 0.02;
 
 /// Returns the class of a block that was used `uses` times; `None` if it is not used again.
 fn class(uses: u32, outlook: Outlook) -> Option<usize> {
@@ -79,6 +88,8 @@ pub(super) struct Adaptive {
     ghosts: Ghosts,
     lifetimes: Lifetimes,
     recency: Recency,
+    /// What recency would find in the cache and a tier below together.
+    recency_below: Option<Recency>,
     cost: Option<PrefillCost>,
     /// Whether the last victim was chosen by its worth, and not by recency.
     is_judged: bool,
@@ -91,10 +102,11 @@ impl Adaptive {
         let capacity = capacity.max(1);
         let (ages, levels) = (Ages::new(capacity), Levels::new(cost));
         Self {
-            cohorts: Cohorts::new(ages.clone(), levels.len() * CLASSES),
+            cohorts: Cohorts::new(ages.clone(), levels.len() * CLASSES, Ties::First),
             ghosts: Ghosts::new(capacity, block_tokens),
             lifetimes: Lifetimes::new(capacity, ages.clone()),
             recency: Recency::new(capacity),
+            recency_below: None,
             ages,
             levels,
             cost,
@@ -108,8 +120,13 @@ impl Adaptive {
     fn learn(&mut self, now: Tick) {
         if self.lifetimes.learn(self.ghosts.horizon(now), now) {
             self.cohorts.reconsider();
-            self.recency.decay(now);
+            self.recencies().for_each(|recency| recency.decay(now));
         }
+    }
+
+    /// Returns the estimates of what recency would find.
+    fn recencies(&mut self) -> impl Iterator<Item = &mut Recency> {
+        std::iter::once(&mut self.recency).chain(&mut self.recency_below)
     }
 
     /// Ends the lifetime of `tokens` tokens that are used again.
@@ -164,6 +181,22 @@ impl Policy for Adaptive {
         self.lifetimes.is_known().then(|| class.map_or(0.0, |class| self.lifetimes.worth()[class][age]))
     }
 
+    fn set_below(&mut self, tokens: u64) {
+        self.recency_below = Some(Recency::with_allowance(tokens, -LEAD_BELOW));
+    }
+
+    fn record_loaded(&mut self, tokens: u64) {
+        if let Some(recency) = &mut self.recency_below {
+            recency.record_loaded(tokens);
+        }
+    }
+
+    fn learned(&mut self, now: Tick) -> Option<Learned> {
+        self.learn(now);
+        let is_matched = self.recency_below.as_ref().is_some_and(Recency::is_matched);
+        (self.lifetimes.is_known() && is_matched).then(|| Learned::new(self.lifetimes.worth()))
+    }
+
     fn saved(&self, positions: Range<u32>) -> f64 {
         match self.cost {
             Some(cost) => cost.seconds(positions),
@@ -174,7 +207,7 @@ impl Policy for Adaptive {
     fn record_use(&mut self, history: &History, tokens: u32, now: Tick) {
         self.end_lifetime(Ghost::of(history), tokens, now);
         self.lifetimes.begin(class_of_used(history.uses.saturating_add(1)), tokens, now);
-        self.recency.record_found(history.used, tokens, now);
+        self.recencies().for_each(|recency| recency.record_found(history.used, tokens, now));
     }
 
     fn outlook(&self, pause: u64) -> Outlook {
@@ -194,18 +227,18 @@ impl Policy for Adaptive {
         let block = self.block_tokens;
         let Some(ghost) = self.ghosts.take(key, now) else {
             self.lifetimes.begin(class_of_used(1), block, now);
-            self.recency.add(tokens, now);
+            self.recencies().for_each(|recency| recency.add(tokens, now));
             return Remembered::default();
         };
         self.end_lifetime(ghost, block, now);
         self.lifetimes.begin(class_of_used(ghost.uses.saturating_add(1)), block, now);
-        self.recency.record_missed(ghost.used, tokens, now);
+        self.recencies().for_each(|recency| recency.record_missed(ghost.used, tokens, now));
         Remembered { uses: ghost.uses }
     }
 
     fn record_fragment(&mut self, tokens: u32, now: Tick) {
         // They take up room. Whether they come back is not known: no block has them.
-        self.recency.add(tokens, now);
+        self.recencies().for_each(|recency| recency.add(tokens, now));
     }
 
     fn record_eviction(&mut self, key: BlockKey, history: &History, now: Tick) {

@@ -7,7 +7,8 @@ use crate::base::{Page, StateSlot, check_memory, widen};
 use super::cause::{Cause, Pressure, Reason};
 use super::roots::retain_listed;
 use super::{
-    Kind, Namespace, Node, NodeId, Outlook, PageHash, Policy, RollingHash, ShortVec, Tick, Tree, is_below,
+    History, Kind, Namespace, Node, NodeId, Outlook, PageHash, Policy, RollingHash, ShortVec, Tick, Tree,
+    is_below,
 };
 
 /// The number of entries in the histogram of ages: one for each power of two of tokens.
@@ -23,6 +24,8 @@ pub struct Evicted {
     pub states: Vec<StateSlot>,
     /// The keys of the pages, if the tree keeps keys, those of the least valuable pages first.
     pub keys: Vec<PageHash>,
+    /// The history of each page in `keys`.
+    pub histories: Vec<History>,
     /// The numbers of evicted pages by age: entry `n` counts those since whose last use fewer than `2**n`
     /// tokens were looked up.
     pub ages: [u64; AGE_BUCKETS],
@@ -30,7 +33,13 @@ pub struct Evicted {
 
 impl Default for Evicted {
     fn default() -> Self {
-        Self { pages: Vec::new(), states: Vec::new(), keys: Vec::new(), ages: [0; AGE_BUCKETS] }
+        Self {
+            pages: Vec::new(),
+            states: Vec::new(),
+            keys: Vec::new(),
+            histories: Vec::new(),
+            ages: [0; AGE_BUCKETS],
+        }
     }
 }
 
@@ -77,7 +86,7 @@ impl Tree {
     pub fn evict(&mut self, pages: usize, cause: Cause) -> Evicted {
         let mut evicted = Evicted::default();
         let Some(pages) = self.fitting(pages.min(self.counts.evictable())) else { return evicted };
-        let has_keys = self.keyed.reserve_removed(pages, &mut evicted.keys);
+        let has_keys = self.keyed.reserve_removed(pages, &mut evicted.keys, &mut evicted.histories);
         if has_keys.is_err() || evicted.pages.try_reserve(pages).is_err() {
             return evicted;
         }
@@ -166,6 +175,7 @@ impl Tree {
         self.counts.cached -= trimmed.len();
         self.counts.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
         self.keyed.record_removed(&trimmed, &mut evicted.keys);
+        evicted.histories.resize(evicted.keys.len(), history);
         evicted.pages.extend_from_slice(&trimmed);
     }
 
@@ -207,12 +217,14 @@ impl Tree {
         let is_pinned = self.is_pinned(leaf);
         self.counts.heap_capacity -= self.node(leaf).heap_capacity();
         let here = self.node_mut(leaf);
+        let history = here.history;
         here.tokens = ShortVec::new();
         let pages = std::mem::take(&mut here.pages);
         self.counts.cached -= pages.len();
         self.counts.pinned -= if is_pinned { pages.len() } else { 0 };
         self.nodes.vacate(leaf);
         self.keyed.record_removed(&pages, &mut evicted.keys);
+        evicted.histories.resize(evicted.keys.len(), history);
         evicted.pages.extend_from_slice(&pages);
     }
 

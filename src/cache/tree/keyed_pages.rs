@@ -5,7 +5,7 @@ use super::{NodeId, OfferedPages, Tree};
 use crate::base::{Page, Result, try_reserve};
 use crate::cache::journal::{Journal, KeyedRun};
 use crate::cache::keys::PageKeys;
-use crate::cache::{CacheEvent, Digest, Namespace, PageHash, Tier};
+use crate::cache::{CacheEvent, Digest, History, Namespace, PageHash, Tier};
 
 /// The keys of the pages that can be found, and the journal of events. A tree without tiers and without
 /// readers of events has neither.
@@ -59,12 +59,21 @@ impl KeyedPages {
         removed[begin..].reverse();
     }
 
-    /// Makes room in `removed` for the keys of `pages` pages.
+    /// Makes room in `removed` and `histories` for the keys of `pages` pages and their histories.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory) when the host has none.
-    pub(super) fn reserve_removed(&self, pages: usize, removed: &mut Vec<PageHash>) -> Result<()> {
-        if self.keys.is_some() { try_reserve(removed, pages) } else { Ok(()) }
+    pub(super) fn reserve_removed(
+        &self,
+        pages: usize,
+        removed: &mut Vec<PageHash>,
+        histories: &mut Vec<History>,
+    ) -> Result<()> {
+        if self.keys.is_none() {
+            return Ok(());
+        }
+        try_reserve(removed, pages)?;
+        try_reserve(histories, pages)
     }
 
     /// Records that all pages were removed.
@@ -86,7 +95,7 @@ impl KeyedPages {
     /// Returns the bytes that are needed for the keys of `pages` pages that are removed.
     pub(super) fn bytes_to_remove(&self, pages: usize) -> usize {
         // The keys, what the journal is given, and the list of a caller, which grows by doubling.
-        if self.keys.is_some() { 4 * pages * size_of::<PageHash>() } else { 0 }
+        if self.keys.is_some() { pages * (4 * size_of::<PageHash>() + size_of::<History>()) } else { 0 }
     }
 
     pub(super) fn bytes(&self) -> usize {

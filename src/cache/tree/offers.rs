@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::base::{Page, Result, StateSlot, try_push, try_with_capacity};
 
 use super::{Hold, Namespace, NodeId, PageHash, Tokens, Tree, TreePosition};
-use crate::cache::{Digest, KeyChain};
+use crate::cache::{Digest, KeyChain, Learned, Tick};
 
 /// When pages are offered for a copy in the tier below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -341,6 +341,22 @@ impl Tree {
             let namespace = name.clone();
             offers.list.pages.push(OfferedPages { pages, keys, namespace, parent, tokens });
         }
+    }
+
+    /// Tells the policy how many tokens the tier below has room for, so that it can learn for that tier.
+    pub fn set_below(&mut self, tokens: u64) {
+        self.queues.policy.set_below(tokens);
+    }
+
+    /// Records that pages that were just published came from the tier below.
+    pub fn record_loaded(&mut self, pages: usize) {
+        let tokens = (pages * self.page_size) as u64;
+        self.queues.policy.record_loaded(tokens);
+    }
+
+    /// Returns what the policy has learned for the tier below, and the time.
+    pub fn learned(&mut self) -> (Option<Learned>, Tick) {
+        (self.queues.policy.learned(self.now), self.now)
     }
 
     /// Returns the size of the list in bytes.

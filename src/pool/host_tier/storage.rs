@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{ChunkId, DType, Device, Epoch, ForkGate, Id, Result, try_zeros, widen};
-use crate::cache::{DevicePresence, EntryId, Namespace, NamespaceHash, PageHash, Residency};
+use crate::cache::{DevicePresence, EntryId, History, Namespace, NamespaceHash, PageHash, Residency};
 use crate::index::IndexHandle;
 use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, StagingArea};
 use crate::memory::{Backend, Fingerprint, PageLocking, Region};
@@ -289,6 +289,11 @@ impl Storage {
         presence: DevicePresence,
     ) {
         self.resident().set_device_presence(keys, presence);
+    }
+
+    /// Records that the device has evicted pages, with their histories.
+    pub(super) fn set_evicted_above<'a>(&self, pages: impl Iterator<Item = (&'a PageHash, &'a History)>) {
+        self.resident().set_evicted_above(pages);
     }
 
     pub(super) fn set_none_on_device(&self) {

@@ -7,8 +7,8 @@ use std::time::Instant;
 use crate::base::lock_order::{RankedGuard, RankedMutex};
 use crate::base::{Discarded, Epoch, Page, Result, StateSlot};
 use crate::cache::{
-    AGE_BUCKETS, BlockTokens, Cause, DevicePresence, Evicted, Hold, OfferedPages, Pressure, ResumeAt, Tree,
-    TreeStats,
+    AGE_BUCKETS, BlockTokens, Cause, Evicted, Hold, OfferedPages, Pressure, ResumeAt, Tree, TreeStats,
+    WritePolicy,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
@@ -218,7 +218,7 @@ impl CacheCall<'_> {
             }
             self.copy_offers_to_tier(&mut cache);
             if let Some(below) = &cache.below {
-                below.tier.set_device_presence(evicted.keys.iter(), DevicePresence::Absent);
+                below.tier.set_evicted_above(evicted.keys.iter().zip(&evicted.histories));
             }
             cache.counts.evicted += evicted.pages.len() * page_size;
             for (total, pages) in cache.ages.iter_mut().zip(evicted.ages) {
@@ -369,6 +369,11 @@ pub(super) fn new_tree(
         tree.keep_journal(digest);
     }
     if let Some(below) = below {
+        if below.tier.config().write == WritePolicy::Through {
+            // With other policies the tier holds a choice already, of which recency finds more.
+            below.tier.order_by_worth(capacity);
+            tree.set_below(below.tier.config().size as u64);
+        }
         tree.offer(below.tier.config().write, below.digest);
         if below.backing.is_some() {
             tree.keep_uses();

@@ -147,6 +147,8 @@ impl TierLink {
         }
         self.record_publisher(stream);
         self.record_uses(tree);
+        let (learned, now) = tree.learned();
+        self.tier.set_learned(learned, now);
         let presence = |page, key: &PageHash| match tree.key_of(page) {
             Some(other) if other == *key => DevicePresence::Present,
             _ => DevicePresence::Absent,

@@ -46,6 +46,15 @@ struct Choice {
     worth: Worth,
 }
 
+/// The place of a leaf that is added, among those of its cohort that were used at the same time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ties {
+    /// Before the others.
+    First,
+    /// Behind the others.
+    Last,
+}
+
 /// The leaves.
 #[derive(Debug)]
 pub(super) struct Cohorts {
@@ -55,6 +64,7 @@ pub(super) struct Cohorts {
     /// The number of ends.
     ends: usize,
     kinds: Vec<VecDeque<Cohort>>,
+    ties: Ties,
     /// The kinds that may have cohorts, a bit for each.
     occupied: u128,
     /// Ends without a cohort.
@@ -73,7 +83,7 @@ impl Cohorts {
     }
 
     /// Creates empty cohorts of so many kinds, at most 128.
-    pub(super) fn new(ages: Ages, kinds: usize) -> Self {
+    pub(super) fn new(ages: Ages, kinds: usize, ties: Ties) -> Self {
         let ends = kinds * COHORTS;
         let end = |at| CohortLink { older: link(at), younger: link(at), used: Tick::default() };
         Self {
@@ -81,6 +91,7 @@ impl Cohorts {
             links: (0..ends).map(end).collect(),
             ends,
             kinds: vec![VecDeque::new(); kinds],
+            ties,
             occupied: 0,
             free: (0..ends).collect(),
             choice: None,
@@ -98,7 +109,9 @@ impl Cohorts {
         let end = self.cohort(kind, used, now);
         let CohortLink { older, younger, .. } = self.links[end];
         // A parent whose children were evicted can be older than the leaves that are there already.
-        if widen(younger) != end && used <= self.links[widen(younger)].used {
+        let head = self.links[widen(younger)].used;
+        let is_first = used < head || used == head && self.ties == Ties::First;
+        if widen(younger) != end && is_first {
             self.join(end, at);
             self.join(at, widen(younger));
         } else {

@@ -6,6 +6,7 @@
 //! each time that an eighth of the capacity was looked up.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use super::CLASSES;
 use super::ages::{AGES, Ages};
@@ -28,6 +29,9 @@ const MIN_HORIZON: f64 = 2.0;
 
 /// The largest number of entries of `earlier`.
 const MAX_EARLIER: usize = 64;
+
+/// The worth of blocks, by class and age.
+pub(super) type WorthByAge = [[f64; AGES]; CLASSES];
 
 /// The number of lifetimes that had begun by a time.
 #[derive(Clone, Debug)]
@@ -55,7 +59,7 @@ pub(super) struct Lifetimes {
     learned: Tick,
     /// The time between two rounds of learning.
     pause: u64,
-    worth: Box<[[f64; AGES]; CLASSES]>,
+    worth: Arc<WorthByAge>,
     is_known: bool,
 }
 
@@ -72,7 +76,7 @@ impl Lifetimes {
             last: Tick::default(),
             learned: Tick::default(),
             pause: (capacity / 8).max(1),
-            worth: Box::new([[0.0; AGES]; CLASSES]),
+            worth: Arc::new([[0.0; AGES]; CLASSES]),
             is_known: false,
         }
     }
@@ -113,7 +117,7 @@ impl Lifetimes {
     }
 
     /// Returns the worth of blocks, by class and age.
-    pub(super) const fn worth(&self) -> &[[f64; AGES]; CLASSES] {
+    pub(super) const fn worth(&self) -> &Arc<WorthByAge> {
         &self.worth
     }
 
@@ -151,7 +155,9 @@ impl Lifetimes {
             all.add(age, ended, reached[age].iter().sum(), 0.0, 0.0);
         }
         let of_all = all.worth(&self.ages, steps);
-        for (class, (ended, worth)) in self.ended.iter().zip(self.worth.iter_mut()).enumerate() {
+        // A tier below may still use the last one.
+        let worth = Arc::make_mut(&mut self.worth);
+        for (class, (ended, worth)) in self.ended.iter().zip(worth.iter_mut()).enumerate() {
             if self.begun[class] == 0.0 {
                 *worth = of_all;
                 continue;

@@ -16,7 +16,7 @@ use crate::cache::policy::Tick;
 /// The number of spans into which the capacity is divided.
 const SPANS: usize = 256;
 
-/// The share of what least-recently-used eviction finds that may be lost while another order is tried.
+/// The share of what least-recently-used eviction finds that a cache may lose while it tries another order.
 const ALLOWANCE: f64 = 0.02;
 
 /// The counts of found tokens halve each time that this many times the capacity was looked up.
@@ -33,6 +33,7 @@ struct Span {
 #[derive(Debug)]
 pub(super) struct Recency {
     capacity: u64,
+    allowance: f64,
     /// The spans of the tokens that such a cache would hold, oldest first.
     spans: VecDeque<Span>,
     tokens_held: u64,
@@ -47,8 +48,14 @@ pub(super) struct Recency {
 
 impl Recency {
     pub(super) fn new(capacity: u64) -> Self {
+        Self::with_allowance(capacity, ALLOWANCE)
+    }
+
+    /// Creates an estimate for a cache that may lose this share of what it estimates.
+    pub(super) fn with_allowance(capacity: u64, allowance: f64) -> Self {
         Self {
             capacity,
+            allowance,
             spans: VecDeque::new(),
             tokens_held: 0,
             now: Tick::default(),
@@ -61,7 +68,7 @@ impl Recency {
 
     /// Returns whether the cache finds as much as least-recently-used eviction, apart from the allowance.
     pub(super) fn is_matched(&self) -> bool {
-        self.recent <= self.own * (1.0 + ALLOWANCE)
+        self.recent <= self.own * (1.0 + self.allowance)
     }
 
     /// Lets the counts of found tokens decay.
@@ -76,6 +83,11 @@ impl Recency {
     pub(super) fn record_found(&mut self, used: Tick, tokens: u32, now: Tick) {
         self.own += f64::from(tokens);
         self.record_missed(used, tokens, now);
+    }
+
+    /// Records that tokens were found in the tier below which have counted as not found.
+    pub(super) fn record_loaded(&mut self, tokens: u64) {
+        self.own += real(tokens);
     }
 
     /// Records that tokens were not found whose last use was at `used`.
