@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from software import Driver
 
     from kvpool import Lease, Load
+    from kvpool.typing import Policy
 
 
 @pytest.mark.parametrize("has_states", [False, True])
@@ -840,7 +841,7 @@ def test_recomputed_pages_are_evicted_after_pages_missing_on_the_device(device: 
 
 @pytest.mark.parametrize(("policy", "least", "most"), [("adaptive", 0.9, 1.0), ("lru", 0.0, 0.0)])
 def test_pages_that_come_back_stay_longer_than_pages_used_once(
-    device: str, policy: str, least: float, most: float
+    device: str, policy: Policy, least: float, most: float
 ) -> None:
     """40 prompts come in turn, three others after each: more than the tier holds between two uses."""
     page, documents, rounds, last = 64, 40, 12, 4
