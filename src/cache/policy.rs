@@ -264,9 +264,11 @@ pub trait Policy: fmt::Debug + Send {
         None
     }
 
-    /// Records that there is a tier below with room for so many tokens, which asks what is [learned](Policy::learned).
-    fn set_below(&mut self, tokens: u64) {
+    /// Records that there is a tier below with room for so many tokens. Returns whether the policy learns what that
+    /// asks for by [`Policy::learned`], as the adaptive one alone does.
+    fn set_below(&mut self, tokens: u64) -> bool {
         let _ = tokens;
+        false
     }
 
     /// Records that tokens which were just published came from the tier below.

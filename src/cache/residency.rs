@@ -111,8 +111,9 @@ impl<P> Entry<P> {
 /// held keeps its place, even if the entry is removed in the meantime.
 ///
 /// Of the entries that nothing holds, those that the device does not have are evicted first, the least
-/// recently used before the others or, with [`Self::order_by_worth`], those that are worth least. Entries that the device has are not looked up in the tier at present, and
-/// will be needed when the device evicts them.
+/// recently used before the others or, with [`Self::order_by_worth`], those that are worth least before the
+/// others. Entries that the device has are not looked up in the tier at present, and will be needed when the
+/// device evicts them.
 ///
 /// ```
 /// use kvpool::cache::{DevicePresence, Namespace, Residency};
@@ -149,7 +150,7 @@ enum Lone {
 }
 
 impl Lone {
-    /// Returns the entries, in any order.
+    /// Returns the entries in the order in which they were added.
     fn ids(&self) -> Vec<EntryId> {
         match self {
             Self::Recency(list) => list.iter_oldest().collect(),
@@ -185,18 +186,10 @@ impl<P: Copy> Residency<P> {
     /// tokens whose time begins. Until [`Self::set_learned`], the least recently used ones are first.
     pub fn order_by_worth(&mut self, capacity: u64) {
         let before = std::mem::replace(&mut self.lone, Lone::Worth(Box::new(WorthOrder::new(capacity))));
-        self.entries
-            .iter_mut()
-            .for_each(|entry| entry.history = History::of_new(Remembered::default(), Tick::default()));
-        match before {
-            Lone::Recency(list) => list.iter_oldest().for_each(|entry| self.put_in_order(entry)),
-            Lone::Worth(mut order) => {
-                while let Some(entry) = order.first() {
-                    order.remove(entry);
-                    self.put_in_order(entry);
-                }
-            }
+        for entry in &mut self.entries {
+            entry.history = History::of_new(Remembered::default(), Tick::default());
         }
+        before.ids().into_iter().for_each(|entry| self.put_in_order(entry));
     }
 
     /// Sets the time, and what the cache above has learned by then.
@@ -501,23 +494,7 @@ impl<P: Copy> Residency<P> {
         let can_go = |entry: &EntryId| entries[widen(entry.number())].can_go(is_usable);
         match lone {
             Lone::Recency(list) => list.iter_oldest().find(can_go),
-            Lone::Worth(order) => {
-                let mut kept = Vec::new();
-                let first = loop {
-                    let first = order.first();
-                    match first {
-                        Some(entry) if !can_go(&entry) => {
-                            order.remove(entry);
-                            kept.push(entry);
-                        }
-                        _ => break first,
-                    }
-                };
-                for entry in kept {
-                    order.insert(entry, &entries[widen(entry.number())].history);
-                }
-                first
-            }
+            Lone::Worth(order) => order.first(|entry| can_go(&entry)),
         }
     }
 

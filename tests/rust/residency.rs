@@ -196,6 +196,18 @@ fn a_tier_goes_by_recency_unless_more_is_found() {
 }
 
 #[test]
+fn pages_that_are_read_keep_their_place() {
+    let mut tier = Residency::default();
+    tier.order_by_worth(1024);
+    let [first, ..] = [([1; 32], 'a'), ([2; 32], 'b'), ([3; 32], 'c')]
+        .map(|(key, place)| copied(&mut tier, key, place, DevicePresence::Absent));
+    tier.begin_read(first);
+    assert_eq!(tier.evict(|_| true), Some(([2; 32], 'b')));
+    assert_eq!(tier.end_read(first), None);
+    assert_eq!(tier.evict(|_| true), Some(([1; 32], 'a')));
+}
+
+#[test]
 fn pages_that_are_read_keep_their_worth() {
     let (known, now) = learned(Some(4096), 64);
     let mut tier = Residency::default();

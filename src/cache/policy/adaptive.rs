@@ -88,7 +88,7 @@ pub(super) struct Adaptive {
     ghosts: Ghosts,
     lifetimes: Lifetimes,
     recency: Recency,
-    /// What recency would find in the cache and a tier below together.
+    /// What recency would find in the tier below, if there is one.
     recency_below: Option<Recency>,
     cost: Option<PrefillCost>,
     /// Whether the last victim was chosen by its worth, and not by recency.
@@ -181,8 +181,9 @@ impl Policy for Adaptive {
         self.lifetimes.is_known().then(|| class.map_or(0.0, |class| self.lifetimes.worth()[class][age]))
     }
 
-    fn set_below(&mut self, tokens: u64) {
+    fn set_below(&mut self, tokens: u64) -> bool {
         self.recency_below = Some(Recency::with_allowance(tokens, -LEAD_BELOW));
+        true
     }
 
     fn record_loaded(&mut self, tokens: u64) {

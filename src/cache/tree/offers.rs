@@ -343,9 +343,9 @@ impl Tree {
         }
     }
 
-    /// Tells the policy how many tokens the tier below has room for, so that it can learn for that tier.
-    pub fn set_below(&mut self, tokens: u64) {
-        self.queues.policy.set_below(tokens);
+    /// Tells the policy how many tokens the tier below has room for. Returns whether it learns for that tier.
+    pub fn set_below(&mut self, tokens: u64) -> bool {
+        self.queues.policy.set_below(tokens)
     }
 
     /// Records that pages that were just published came from the tier below.

@@ -369,10 +369,10 @@ pub(super) fn new_tree(
         tree.keep_journal(digest);
     }
     if let Some(below) = below {
-        if below.tier.config().write == WritePolicy::Through {
-            // With other policies the tier holds a choice already, of which recency finds more.
+        // With other ways of writing the tier holds a choice already, of which recency finds more.
+        let is_whole = below.tier.config().write == WritePolicy::Through;
+        if is_whole && tree.set_below(below.tier.config().size as u64) {
             below.tier.order_by_worth(capacity);
-            tree.set_below(below.tier.config().size as u64);
         }
         tree.offer(below.tier.config().write, below.digest);
         if below.backing.is_some() {

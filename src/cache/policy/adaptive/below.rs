@@ -89,11 +89,14 @@ impl<I: Id> WorthOrder<I> {
         self.cohorts.remove(NodeId::new(page.number()));
     }
 
-    /// Returns the page that is evicted first.
-    pub(in crate::cache) fn first(&mut self) -> Option<I> {
-        let Some(learned) = &self.learned else { return self.recency.oldest() };
-        let least = self.cohorts.least(|kind, age| learned.worth(kind, age), self.now);
-        least.map(|page| I::new(page.number()))
+    /// Returns the page that is evicted first of those that can go. If none of the cohort that is worth least can, it
+    /// is the one that was added first.
+    pub(in crate::cache) fn first(&mut self, can_go: impl Fn(I) -> bool) -> Option<I> {
+        let Self { cohorts, recency, learned, now, .. } = self;
+        let worth = learned.as_ref().map(|learned| |kind, age| learned.worth(kind, age));
+        let least = worth.and_then(|worth| cohorts.least(worth, *now));
+        let cohort = std::iter::successors(least, |&page| cohorts.younger(page));
+        cohort.map(|page| I::new(page.number())).chain(recency.iter_oldest()).find(|&page| can_go(page))
     }
 
     /// Returns the pages, in the order in which they were added.
