@@ -1,9 +1,9 @@
 """What a whole vLLM finds of the prompts of a trace, by its own order of eviction and by kvpool's policies.
 
 `make bench-vllm-eviction` runs it with Mooncake's conversation trace; any trace that names the blocks of its
-prompts will do. A block of the trace is one of 16 tokens here, so that all
-sizes are a 32nd of those of the trace. The model takes no time, and prompts come one after the other: what is
-found depends on the order of eviction alone.
+prompts will do. A block of the trace is one of 16 tokens here, so that all sizes are a 32nd of those of the
+trace. The model takes no time, and prompts come one after the other: what is found depends on the order of
+eviction alone.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 //! *Invariant.* The policy has exactly the blocks that are free, are known by [`BlockOrder::add`] and have no
 //! known block behind them.
 //!
-//! *Cost.* One call of the policy for each block that is taken, freed, used again or added. Memory: 80 bytes for
+//! *Cost.* One call of the policy for each block that is taken, freed, used again or added. Memory: 64 bytes for
 //! each block, and what the policy needs.
 
 use crate::base::{BlockId, Id, widen};
@@ -84,7 +84,8 @@ impl BlockOrder {
         self.at(block).is_known
     }
 
-    /// Adds blocks that follow `before` in a prompt, or begin it. Those that are known stay as they are.
+    /// Adds blocks that follow `before` in a prompt, or begin it. Those that are known stay as they are. As in the
+    /// prefix cache, the policy remembers several small blocks by the last one.
     pub(super) fn add(&mut self, before: Option<BlockId>, new: &[NewBlock], queue: &EvictionQueue) {
         let mut before = before.filter(|&block| self.knows(block));
         let mut end = before.map_or(0, |block| self.at(block).end);
@@ -97,8 +98,7 @@ impl BlockOrder {
             end = end.saturating_add(self.tokens);
             waiting.push(block);
             if end.is_multiple_of(self.remembered_every) {
-                let tokens = self.tokens * u32::try_from(waiting.len()).expect("blocks of one prompt");
-                remembered = self.policy.record_publication(key, tokens, self.now);
+                remembered = self.policy.record_publication(key, self.tokens_of(&waiting), self.now);
                 self.begin(&mut waiting, remembered);
             }
             let held = before.map(|block| (block, self.at(block).held));
@@ -111,11 +111,10 @@ impl BlockOrder {
             before = Some(block);
         }
         if !waiting.is_empty() {
-            let tokens = self.tokens * u32::try_from(waiting.len()).expect("blocks of one prompt");
-            self.policy.record_fragment(tokens, self.now);
+            self.policy.record_fragment(self.tokens_of(&waiting), self.now);
             self.begin(&mut waiting, remembered);
         }
-        // They are in use, as a rule.
+        // Most are in use. Those that an engine has freed before it names them are not.
         for &NewBlock { block, .. } in new {
             self.offer(block, queue);
         }
@@ -179,6 +178,11 @@ impl BlockOrder {
             self.at_mut(before).behind -= 1;
             self.offer(before, queue);
         }
+    }
+
+    /// Returns the tokens of blocks that the policy remembers together, or of fewer.
+    fn tokens_of(&self, blocks: &[BlockId]) -> u32 {
+        self.tokens * u32::try_from(blocks.len()).expect("they have 64 tokens, or are one block")
     }
 
     fn at(&self, block: BlockId) -> &KnownBlock {

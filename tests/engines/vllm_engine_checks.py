@@ -186,9 +186,9 @@ def test_random_requests_are_scheduled_the_same(executor: type[Any], asynchronou
 def test_a_policy_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model, options, _ = CASES["llama, preemption"]
     place = make(MODELS, model)
+    monkeypatch.setenv(EVICTION, "adaptive")
     answers = []
     for on in (False, True):
-        monkeypatch.setenv(EVICTION, "adaptive")
         engine = make_engine(place, kvpool=on, **options)
         trace = Trace(engine)
         answers.append([run(engine, prompts(seed), TOKENS, f"{seed}-")[0] for seed in (1, 2, 1)])
