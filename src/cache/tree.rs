@@ -215,6 +215,8 @@ pub struct Tree {
     /// Records of evictions are kept for every prefix whose length is a multiple of this number of tokens.
     remembered_every: usize,
     evictions: EvictionLog,
+    /// The numbers of evicted pages by age.
+    evicted_ages: [u64; AGE_BUCKETS],
     keyed: KeyedPages,
     /// The pages and snapshots to copy to the tier below, if there is a tier.
     offers: Option<Offers>,
@@ -255,6 +257,7 @@ impl Tree {
             snapshots: Snapshots::default(),
             remembered_every: widen(BlockTokens::of_page_size(page_tokens).get()),
             evictions: EvictionLog::default(),
+            evicted_ages: [0; AGE_BUCKETS],
             keyed: KeyedPages::default(),
             offers: None,
             uses: None,

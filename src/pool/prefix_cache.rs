@@ -448,7 +448,7 @@ impl PrefixCache {
     /// tokens looked up since their last use.
     #[must_use]
     pub fn eviction_ages(&self) -> [u64; AGE_BUCKETS] {
-        self.shared.state.lock().ages
+        self.shared.state.lock().tree.eviction_ages()
     }
 
     /// Checks every invariant.

@@ -444,6 +444,9 @@ def test_the_least_recently_used_goes_first() -> None:
     assert sum(ages) == 24
     # Eight tokens were looked up three times after the second prompt was.
     assert ages[5] >= 8
+    scene.allocator.clear()
+    scene.insert(range(8))
+    assert scene.cache.eviction_ages() == ages
 
 
 def test_a_prefix_stays_as_long_as_what_continues_it() -> None:

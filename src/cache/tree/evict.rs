@@ -15,7 +15,7 @@ use super::{
 pub const AGE_BUCKETS: usize = 40;
 
 /// Pages and snapshots that a tree has removed, for the caller to free.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[must_use]
 pub struct Evicted {
     /// The numbers of the pages in the allocator.
@@ -26,21 +26,6 @@ pub struct Evicted {
     pub keys: Vec<PageHash>,
     /// The history of each page in `keys`.
     pub histories: Vec<History>,
-    /// The numbers of evicted pages by age: entry `n` counts those since whose last use fewer than `2**n`
-    /// tokens were looked up.
-    pub ages: [u64; AGE_BUCKETS],
-}
-
-impl Default for Evicted {
-    fn default() -> Self {
-        Self {
-            pages: Vec::new(),
-            states: Vec::new(),
-            keys: Vec::new(),
-            histories: Vec::new(),
-            ages: [0; AGE_BUCKETS],
-        }
-    }
 }
 
 /// The evictable leaves, in the order of their eviction.
@@ -107,6 +92,18 @@ impl Tree {
         evicted
     }
 
+    /// Returns the numbers of tokens that were evicted, by age: entry `n` counts those since whose last use fewer than
+    /// `2**n` tokens were looked up.
+    #[must_use]
+    pub fn eviction_ages(&self) -> [u64; AGE_BUCKETS] {
+        self.evicted_ages.map(|pages| pages * self.page_size as u64)
+    }
+
+    /// Counts the evictions of `earlier`, too.
+    pub fn keep_ages_of(&mut self, earlier: &Self) {
+        self.evicted_ages = earlier.evicted_ages;
+    }
+
     /// Returns the number of pages, at most `pages`, for the lists of which the host has memory.
     fn fitting(&self, pages: usize) -> Option<usize> {
         let bytes = |pages: usize| 2 * pages * size_of::<Page>() + self.keyed.bytes_to_remove(pages);
@@ -149,7 +146,7 @@ impl Tree {
         let age = self.now.since(history.used);
         let age = widen(u64::BITS - age.leading_zeros()).min(AGE_BUCKETS - 1);
         let pages = keep..here.pages.len();
-        evicted.ages[age] += pages.len() as u64;
+        self.evicted_ages[age] += pages.len() as u64;
         self.offer_evicted(leaf, pages);
         let (at, hash) = self.record_eviction(leaf, keep, reason);
         if keep == 0 {

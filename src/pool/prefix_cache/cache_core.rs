@@ -7,8 +7,7 @@ use std::time::Instant;
 use crate::base::lock_order::{RankedGuard, RankedMutex};
 use crate::base::{Discarded, Epoch, Page, Result, StateSlot};
 use crate::cache::{
-    AGE_BUCKETS, BlockTokens, Cause, Evicted, Hold, OfferedPages, Pressure, ResumeAt, Tree, TreeStats,
-    WritePolicy,
+    BlockTokens, Cause, Evicted, Hold, OfferedPages, Pressure, ResumeAt, Tree, TreeStats, WritePolicy,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
@@ -42,7 +41,6 @@ pub(super) struct CacheState {
     pub(super) tree: Tree,
     pub(super) counts: PrefixCounts,
     pub(super) pins: Pins,
-    pub(super) ages: [u64; AGE_BUCKETS],
     /// The epoch of the allocator in which the cache has its pages.
     epoch: Epoch,
     pub(super) below: Option<TierLink>,
@@ -59,15 +57,7 @@ pub(super) struct CacheCall<'a> {
 
 impl CacheState {
     pub(super) fn new(tree: Tree, epoch: Epoch, below: Option<TierLink>) -> Self {
-        Self {
-            tree,
-            counts: PrefixCounts::default(),
-            pins: Pins::default(),
-            ages: [0; AGE_BUCKETS],
-            epoch,
-            below,
-            loading_pages: 0,
-        }
+        Self { tree, counts: PrefixCounts::default(), pins: Pins::default(), epoch, below, loading_pages: 0 }
     }
 
     /// Returns the epoch in which its holds and pages are valid.
@@ -163,6 +153,7 @@ impl CacheCall<'_> {
             let resume_at = resume_at(self.shared.states.as_ref());
             let mut tree = new_tree(&self.shared.config, allocator, resume_at, cache.below.as_ref());
             tree.keep_journal_of(&mut cache.tree);
+            tree.keep_ages_of(&cache.tree);
             cache.tree = tree;
             self.give_back(&cache, evicted);
         }
@@ -221,9 +212,6 @@ impl CacheCall<'_> {
                 below.tier.set_evicted_above(evicted.keys.iter().zip(&evicted.histories));
             }
             cache.counts.evicted += evicted.pages.len() * page_size;
-            for (total, pages) in cache.ages.iter_mut().zip(evicted.ages) {
-                *total += pages * page_size as u64;
-            }
             freed += self.give_back(&cache, evicted);
         }
         freed * page_size
