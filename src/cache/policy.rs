@@ -242,6 +242,12 @@ pub trait Policy: fmt::Debug + Send {
     /// removed.
     fn victim(&mut self, now: Tick) -> Option<NodeId>;
 
+    /// Records that the cache is short of memory and keeps `tokens` tokens. Requests and snapshots may have more of the
+    /// memory at one time than at another.
+    fn record_shortage(&mut self, tokens: u64, now: Tick) {
+        let _ = (tokens, now);
+    }
+
     /// Guesses which leaf will be the victim after `leaf`, which was inserted and may have been removed
     /// since. The tree prefetches the leaf; nothing else depends on the guess.
     fn guess_after(&self, leaf: NodeId) -> Option<NodeId> {

@@ -163,14 +163,16 @@ fn found(kind: PolicyKind, capacity: usize, requests: &[u32]) -> usize {
     found
 }
 
-/// A cache of prompts of five pages of 16 tokens: a block of 64, and a page that fills none. Returns how many of
-/// `requests` it finds.
-fn found_with_fragments(kind: PolicyKind, capacity: usize, requests: impl Iterator<Item = i32>) -> usize {
-    let mut tree = Tree::new(
-        16,
-        ResumeAt::AnyPage,
-        kind.policy(80 * capacity as u64, BlockTokens::of_page_size(16), None),
-    );
+/// A cache of prompts of five pages of 16 tokens: a block of 64, and a page that fills none. Others have the memory of
+/// `in_use` more. Returns how many of `requests` it finds.
+fn found_with_fragments(
+    kind: PolicyKind,
+    capacity: usize,
+    in_use: usize,
+    requests: impl Iterator<Item = i32>,
+) -> usize {
+    let policy = kind.policy(80 * (capacity + in_use) as u64, BlockTokens::of_page_size(16), None);
+    let mut tree = Tree::new(16, ResumeAt::AnyPage, policy);
     let mut free: Vec<Page> = (1..).map(Page::new).take(5 * capacity).collect();
     requests.filter(|&request| ask(&mut tree, &mut free, request, |_| ())).count()
 }
@@ -200,8 +202,17 @@ fn adaptive_learns_from_prompts_that_end_within_blocks() {
     // Recency finds nothing of 90 prompts in turn, of which 80 fit. It would find all of them if 100 did: so many
     // seem to fit if the pages after the last block do not count.
     let requests = || (0..9000).map(|at| at % 90);
-    assert_eq!(found_with_fragments(PolicyKind::Lru, 80, requests()), 0);
-    let learned = found_with_fragments(PolicyKind::Adaptive, 80, requests());
+    assert_eq!(found_with_fragments(PolicyKind::Lru, 80, 0, requests()), 0);
+    let learned = found_with_fragments(PolicyKind::Adaptive, 80, 0, requests());
+    assert!(learned > 4000, "{learned}");
+}
+
+#[test]
+fn adaptive_learns_beside_requests_that_have_memory() {
+    // Recency would find all of 90 prompts in turn if it had the memory of all 160.
+    let requests = || (0..9000).map(|at| at % 90);
+    assert_eq!(found_with_fragments(PolicyKind::Lru, 80, 80, requests()), 0);
+    let learned = found_with_fragments(PolicyKind::Adaptive, 80, 80, requests());
     assert!(learned > 4000, "{learned}");
 }
 

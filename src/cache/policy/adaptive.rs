@@ -186,6 +186,10 @@ impl Policy for Adaptive {
         true
     }
 
+    fn record_shortage(&mut self, tokens: u64, now: Tick) {
+        self.recency.record_shortage(tokens, now);
+    }
+
     fn record_loaded(&mut self, tokens: u64) {
         if let Some(recency) = &mut self.recency_below {
             recency.record_loaded(tokens);

@@ -55,6 +55,13 @@ impl Queues {
     }
 }
 
+/// The leaf to evict next.
+pub(super) struct NextLeaf {
+    pub(super) leaf: NodeId,
+    /// Whether the policy has chosen it.
+    is_of_policy: bool,
+}
+
 /// The number of pages whose lists count as of no caller's length.
 const FEW: usize = 16;
 
@@ -75,21 +82,33 @@ impl Tree {
         if has_keys.is_err() || evicted.pages.try_reserve(pages).is_err() {
             return evicted;
         }
+        self.record_shortage();
         while evicted.pages.len() < pages {
-            let now = self.now;
-            let Queues { policy, ended, retained, .. } = &mut self.queues;
-            let ended = ended.first().map(|&(.., leaf)| leaf);
-            let of_policy = if ended.is_none() { policy.victim(now) } else { None };
-            let retained = || retained.first().map(|&(.., leaf)| leaf);
-            let Some(leaf) = ended.or(of_policy).or_else(retained) else { break };
+            let Some(NextLeaf { leaf, is_of_policy }) = self.next_leaf() else { break };
             // The policy cannot guess what follows a leaf that it does not have.
-            if of_policy.is_some() {
+            if is_of_policy {
                 self.fetch_after(leaf);
             }
-            let worth = of_policy.and_then(|_| self.queues.policy.judged());
+            let worth = if is_of_policy { self.queues.policy.judged() } else { None };
             self.trim(leaf, pages - evicted.pages.len(), &Reason { cause, worth }, &mut evicted);
         }
         evicted
+    }
+
+    /// Tells the policy how much it has room for.
+    pub(super) fn record_shortage(&mut self) {
+        self.queues.policy.record_shortage((self.counts.cached * self.page_size) as u64, self.now);
+    }
+
+    /// Returns the leaf to evict next.
+    pub(super) fn next_leaf(&mut self) -> Option<NextLeaf> {
+        let now = self.now;
+        let Queues { policy, ended, retained, .. } = &mut self.queues;
+        let ended = ended.first().map(|&(.., leaf)| leaf);
+        let of_policy = if ended.is_none() { policy.victim(now) } else { None };
+        let retained = || retained.first().map(|&(.., leaf)| leaf);
+        let leaf = ended.or(of_policy).or_else(retained)?;
+        Some(NextLeaf { leaf, is_of_policy: of_policy.is_some() })
     }
 
     /// Returns the numbers of tokens that were evicted, by age: entry `n` counts those since whose last use fewer than

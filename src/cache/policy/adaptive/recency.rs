@@ -32,7 +32,10 @@ struct Span {
 /// The estimate.
 #[derive(Debug)]
 pub(super) struct Recency {
+    /// The tokens that such a cache would hold: as many as the cache kept when it was short of memory.
     capacity: u64,
+    /// The time at which that was recorded.
+    short: Option<Tick>,
     allowance: f64,
     /// The spans of the tokens that such a cache would hold, oldest first.
     spans: VecDeque<Span>,
@@ -55,6 +58,7 @@ impl Recency {
     pub(super) fn with_allowance(capacity: u64, allowance: f64) -> Self {
         Self {
             capacity,
+            short: None,
             allowance,
             spans: VecDeque::new(),
             tokens_held: 0,
@@ -69,6 +73,15 @@ impl Recency {
     /// Returns whether the cache finds as much as least-recently-used eviction, apart from the allowance.
     pub(super) fn is_matched(&self) -> bool {
         self.recent <= self.own * (1.0 + self.allowance)
+    }
+
+    /// Records that the cache is short of memory and keeps `tokens` tokens: as many are left to least-recently-used
+    /// eviction.
+    pub(super) fn record_shortage(&mut self, tokens: u64, now: Tick) {
+        // Later, the pages of this request are missing that have been evicted for it, but not published yet.
+        if self.short.replace(now) != Some(now) {
+            self.capacity = tokens.max(1);
+        }
     }
 
     /// Lets the counts of found tokens decay.
