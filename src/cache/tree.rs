@@ -36,6 +36,7 @@ use offers::Offers;
 use roots::{Roots, retain_listed};
 use sessions::Sessions;
 use short_vec::ShortVec;
+pub(super) use snapshots::FreedMemory;
 use snapshots::Snapshots;
 use uses::Uses;
 

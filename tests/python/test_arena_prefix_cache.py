@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 PAGE = 4
 K = [Plane("k", "uint8", (64,))]
-STATE = [Plane("recurrent", "float32", (16,))]
 
 
 def full(stride: int = 1) -> Group:
@@ -41,8 +40,8 @@ def window(tokens: int = 9, sinks: int = 0) -> Group:
     return Group("window", "window", [1, 2], K, tokens=tokens, sinks=sinks)
 
 
-def state() -> Group:
-    return Group("state", "state", [3], STATE)
+def state(numbers: int = 16) -> Group:
+    return Group("state", "state", [3], [Plane("recurrent", "float32", (numbers,))])
 
 
 def make(*groups: Group, arena_bytes: int = 1 << 16, **options: Any) -> ArenaPrefixCache:  # noqa: ANN401
@@ -482,7 +481,8 @@ def test_nothing_is_evicted_in_vain() -> None:
 
 
 def test_snapshots_go_when_states_are_short() -> None:
-    cache = make(full(), state(), arena_bytes=1 << 13)
+    # A snapshot takes as much memory as 16 pages.
+    cache = make(full(), state(1024), arena_bytes=1 << 16)
     prompt = list(range(64))
     for end in range(8, 64, 8):
         compute(cache, prompt[:end])
@@ -491,6 +491,22 @@ def test_snapshots_go_when_states_are_short() -> None:
     assert cache.stats()["snapshots"] < 7
     assert cache.stats()["cached"] == 56
     assert cache.cached_len(prompt) == 56, "the last one is worth most"
+    cache.verify()
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+@pytest.mark.parametrize("numbers", [16, 256, 1024])
+def test_pages_and_their_snapshots_share_the_memory(policy: str, numbers: int) -> None:
+    """Neither pushes the other out: what is kept of a prompt is of use."""
+    cache = make(full(), state(numbers), arena_bytes=1 << 16, policy=policy)
+    prompts = [[number] * 16 for number in range(100)]
+    for prompt in prompts:
+        compute(cache, prompt)
+    kept = [prompt for prompt in prompts if cache.cached_len(prompt) == 16]
+    assert kept == prompts[-len(kept) :]
+    assert (cache.stats()["cached"], cache.stats()["snapshots"]) == (16 * len(kept), len(kept))
+    # Four pages of 256 bytes and a snapshot each.
+    assert len(kept) >= 0.8 * (1 << 16) / (1024 + 4 * numbers)
     cache.verify()
 
 

@@ -42,6 +42,27 @@ def test_a_chunk_ends_where_a_prompt_diverges_so_that_the_next_one_resumes_there
     assert found(trace, 100) == (16, 8)
 
 
+def test_an_arena_gives_snapshots_what_they_are_worth() -> None:
+    trace = agents_trace(AgentsSpec(sessions=20, sessions_per_hour=1_000), 0)
+    rates = measure(trace, HybridJob([400, 6_000], [400_000], share=None)).rates
+    assert [rate.share >= 0.9 for rate in rates] == [True, True]
+    # A prompt that does not fit is cut where the memory ends; the snapshots of its beginning go first.
+    (rate,) = measure(
+        trace_of([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]), HybridJob([4], [28], share=None, chunk=4)
+    ).rates
+    assert 12 <= rate.hybrid_tokens < 24
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_snapshots_and_pages_do_not_push_each_other_out(policy: str) -> None:
+    """Prompts of three chunks go on while two others have begun; a snapshot takes as much as a prompt."""
+    begun = [list(range(20 * number, 20 * number + 12)) for number in range(200)]
+    gone_on = [[*prompt, prompt[0] + 12, prompt[0] + 13] for prompt in begun]
+    turns = [turn for pair in zip(begun[2:], gone_on, strict=False) for turn in pair]
+    (rate,) = measure(trace_of(*turns), HybridJob([50], [1_000], share=None, chunk=16, policy=policy)).rates
+    assert rate.share > 0.6
+
+
 def test_the_last_block_of_a_prompt_counts_only_if_it_is_full() -> None:
     assert found(trace_of([0, 1], [0, 1], rest=1), 100) == (4, 4)
 
@@ -77,6 +98,8 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str])
     (rate,) = result["rates"]
     assert (result["chunk"], rate["snapshots"]) == (512, 25)
     assert rate["share_found"] == rate["hybrid_tokens"] / rate["full_tokens"] > 0
+    assert main([*AGENTS, "--requests", "20", "--state-share", "arena"]) == 0
+    assert "as much memory as they are worth" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

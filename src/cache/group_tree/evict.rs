@@ -1,10 +1,13 @@
-//! Evictions: what is worth nothing, then ends that are worth least, then leaves in the order of the policy.
+//! Evictions: what is worth nothing, then ends or leaves that are worth least.
 
 use std::collections::{HashMap, HashSet};
 
 use crate::base::widen;
+use crate::cache::policy::real;
+use crate::cache::tree::FreedMemory;
 use crate::cache::{Cause, Evicted};
 use crate::index::Slabs;
+use crate::layout::GroupKind;
 
 use super::{GroupTree, is_state};
 
@@ -25,9 +28,6 @@ impl UnitsToFree {
         self.groups.iter().all(Vec::is_empty)
     }
 }
-
-/// The blocks that are evicted at a time where no group of pages is short, but a slab.
-const BLOCKS: usize = 16;
 
 /// Returns the groups whose slabs lack some of `wanted` units, and how many.
 fn short_groups(wanted: &[usize], slabs: &Slabs) -> Vec<(usize, usize)> {
@@ -66,9 +66,10 @@ impl GroupTree {
     /// Gives up a few units, so that `wanted` units, a number for each group, come closer to fitting `slabs`. Returns
     /// `None` if there is nothing to give up.
     ///
-    /// In this order: units of windows that nothing needs, of the groups that are short, or that leave a slab empty;
-    /// ends, if states are short, and those that a later one of the same request supersedes, if windows are; leaves, in
-    /// the order of the policy; and what leases on longer prefixes do not need.
+    /// First units of windows that nothing needs, of the groups that are short, or that leave a slab empty. Then, with
+    /// states, what is worth least for its memory ([`Tree::evict_end`]). Without them, ends that a later one of the same
+    /// request supersedes, if windows are short; leaves, in the order of the policy; and what leases on longer prefixes
+    /// do not need.
     ///
     /// `relief` is that of one call that is short: the slabs are looked through until none is left that helps.
     pub fn relieve(
@@ -99,23 +100,22 @@ impl GroupTree {
             }
             relief.has_no_slab = true;
         }
+        if self.has_states() {
+            let evicted = self.tree.evict_end(self.freed_memory(slabs), cause);
+            return match evicted {
+                Some(evicted) => Some(self.recycle(evicted)),
+                None => self.free_unneeded_slab(slabs, false),
+            };
+        }
         let has_short =
             |is_of: fn(&GroupTree, usize) -> bool| short.iter().any(|&(group, _)| is_of(self, group));
-        let states = has_short(|tree, group| is_state(&tree.groups[group]));
-        let windows = has_short(|tree, group| tree.blocks.is_counted(group));
-        if (states || windows)
-            && let Some(evicted) = self.tree.evict_unused_snapshot(states, cause)
+        if has_short(|tree, group| tree.blocks.is_counted(group))
+            && let Some(evicted) = self.tree.evict_unused_snapshot(false, cause)
         {
             return Some(self.recycle(evicted));
         }
-        let pages = short.iter().filter(|&&(group, _)| !is_state(&self.groups[group]));
-        let blocks = pages.map(|&(group, units)| units * self.blocks.pages_of_unit(group)).min();
-        if blocks.is_none()
-            && let Some(freed) = self.free_unneeded_slab(slabs, false)
-        {
-            return Some(freed);
-        }
-        let evicted = self.tree.evict(blocks.unwrap_or(BLOCKS), cause);
+        let blocks = short.iter().map(|&(group, units)| units * self.blocks.pages_of_unit(group)).min()?;
+        let evicted = self.tree.evict(blocks, cause);
         if !evicted.pages.is_empty() {
             return Some(self.recycle(evicted));
         }
@@ -157,6 +157,21 @@ impl GroupTree {
             missing.saturating_sub(ready[group]).div_ceil(widen(slabs.units(group).units))
         };
         short.iter().map(slabs_of).sum::<usize>() <= empty
+    }
+
+    /// Returns the memory that a snapshot of every state and a page of every full group free, in slabs.
+    fn freed_memory(&self, slabs: &Slabs) -> FreedMemory {
+        let unit = |group: usize| 1.0 / f64::from(slabs.units(group).units);
+        let mut freed = FreedMemory { snapshot: 0.0, page: 0.0 };
+        for (group, declared) in self.groups.iter().enumerate() {
+            match declared.kind() {
+                GroupKind::State => freed.snapshot += unit(group) * real(self.numbers[group].of_unit as u64),
+                GroupKind::Full => freed.page += unit(group) / real(self.blocks.pages_of_unit(group) as u64),
+                // Few of them have units of a window or of sinks.
+                GroupKind::Window { .. } | GroupKind::Chunk { .. } => (),
+            }
+        }
+        freed
     }
 
     /// Returns how many units can be given up in each slab, by its group and its first number: those of blocks without

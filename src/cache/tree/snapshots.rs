@@ -28,6 +28,36 @@ use super::{FoundPrefix, History, Hold, Kind, NodeId, Outlook, Tick, Tree, narro
 /// At the others a prompt has to part from the cached ones within the tokens up to the next snapshot.
 const LIKELY: f64 = 4.0;
 
+/// The same where snapshots and pages share memory: the less the others are worth, the more of it goes to pages.
+const LIKELY_BESIDE_PAGES: f64 = 2.0;
+
+/// The memory that evictions free.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::cache) struct FreedMemory {
+    /// That of a snapshot.
+    pub(in crate::cache) snapshot: f64,
+    /// That of a page, if it is freed with the snapshot at the end of its leaf.
+    pub(in crate::cache) page: f64,
+}
+
+impl FreedMemory {
+    /// Snapshots have memory of their own.
+    const OF_SNAPSHOTS: Self = Self { snapshot: 1.0, page: 0.0 };
+
+    /// Returns how likely requests are to resume from a snapshot, compared to others that are used as often.
+    fn likelihood(self, snapshot: &Snapshot, is_last: bool) -> f64 {
+        let (has_pages, is_likely) = (self.page > 0.0, is_last || snapshot.was_chosen);
+        // What has resumed there goes on behind it, and comes back to a later snapshot.
+        let is_passed = !is_last && snapshot.uses > 1 && snapshot.below == 1;
+        match (has_pages, is_likely) {
+            (true, _) if is_passed => LIKELY_BESIDE_PAGES.recip(),
+            (true, true) => LIKELY_BESIDE_PAGES,
+            (false, true) => LIKELY,
+            (_, false) => 1.0,
+        }
+    }
+}
+
 /// The snapshots of a tree.
 #[derive(Debug, Default)]
 pub(super) struct Snapshots {
@@ -226,7 +256,7 @@ impl Tree {
             return self.remove_snapshot(own);
         }
         let at_end = Some(hold.node).filter(|&end| self.is_alone_at(end, hold));
-        let (node, rank, value) = self.least_snapshot(at_end)?;
+        let (node, rank, value) = self.least_snapshot(at_end, FreedMemory::OF_SNAPSHOTS)?;
         if rank != SnapshotRank::Superseded
             && let Some((found, len)) = offered
             && self.value_behind(hold, found, len, node).is_some_and(|later| later < value)
@@ -258,9 +288,13 @@ impl Tree {
     }
 
     /// Returns the snapshot to evict next, of those that are unused and `own`, behind which another one follows, with
-    /// its rank and value: of the lowest rank, the one of the lowest value; of several, the one used least recently,
-    /// then the one nearest to the root.
-    fn least_snapshot(&mut self, own: Option<NodeId>) -> Option<(NodeId, SnapshotRank, f64)> {
+    /// its rank and its value for the memory that it frees: of the lowest rank, the one of the lowest value; of several,
+    /// the one used least recently, then the one nearest to the root.
+    fn least_snapshot(
+        &mut self,
+        own: Option<NodeId>,
+        freed: FreedMemory,
+    ) -> Option<(NodeId, SnapshotRank, f64)> {
         let cached = (self.counts.cached * self.page_size) as u64;
         let Self { snapshots, nodes, queues, now, .. } = self;
         let candidates = snapshots.by_node.iter().filter(|&(&node, one)| one.is_unused || own == Some(node));
@@ -274,12 +308,14 @@ impl Tree {
                 History { uses: snapshot.uses, used: snapshot.used, ..history }
             };
             let rate = queues.policy.worth(&uses, *now).unwrap_or_else(|| real(age).recip());
-            let factor = if is_last || snapshot.was_chosen { LIKELY } else { 1.0 };
+            let factor = freed.likelihood(snapshot, is_last);
             let saved = queues.policy.saved(snapshots.positions(snapshot.above, snapshot.end));
             // What a session has given up goes first, as its pages do.
             let is_over = is_last && history.outlook == Outlook::Ended;
             let rank = if is_over { SnapshotRank::Superseded } else { snapshot.rank };
-            (node, snapshot, rank, factor * rate * saved, age)
+            let pages = if nodes[node].is_queued { nodes[node].pages.len() } else { 0 };
+            let memory = freed.snapshot + freed.page * real(pages as u64);
+            (node, snapshot, rank, factor * rate * saved / memory, age)
         });
         let least = valued.min_by(|one, other| {
             let (node, snapshot, rank, value, age) = one;
@@ -300,7 +336,7 @@ impl Tree {
         if !any && !self.snapshots.has_superseded() {
             return None;
         }
-        let (node, ..) = self.least_snapshot(None)?;
+        let (node, ..) = self.least_snapshot(None, FreedMemory::OF_SNAPSHOTS)?;
         let mut evicted = Evicted::default();
         if self.node(node).is_queued {
             self.trim(node, self.node(node).pages.len(), &cause.into(), &mut evicted);
@@ -308,6 +344,36 @@ impl Tree {
             self.drop_snapshot(node, &mut evicted);
         }
         Some(evicted)
+    }
+
+    /// Evicts what is worth least for its memory, of a tree whose pages are of no use behind the last snapshot: a leaf
+    /// without a snapshot; or else a snapshot (see [`Tree::evict_snapshot`]), and with one at the end of a leaf the
+    /// pages that are behind the one before. Returns `None` if there is nothing.
+    pub(in crate::cache) fn evict_end(&mut self, freed: FreedMemory, cause: Cause) -> Option<Evicted> {
+        self.record_shortage();
+        let leaf = self.next_leaf().map(|next| next.leaf);
+        let bare = leaf.filter(|&leaf| self.is_bare_leaf(leaf));
+        let least = |tree: &mut Self| tree.least_snapshot(None, freed).map(|(node, ..)| node);
+        let end = bare.or_else(|| least(self)).or(leaf)?;
+        let mut evicted = Evicted::default();
+        if !self.node(end).is_queued {
+            self.drop_snapshot(end, &mut evicted);
+            return Some(evicted);
+        }
+        let mut leaf = Some(end);
+        while let Some(at) = leaf {
+            let parent = self.node(at).parent;
+            // A root may go with its last leaf.
+            let is_run = self.node(parent).kind == Kind::Run;
+            self.trim(at, self.node(at).pages.len(), &cause.into(), &mut evicted);
+            leaf = Some(parent).filter(|_| is_run && self.is_bare_leaf(parent));
+        }
+        Some(evicted)
+    }
+
+    /// Returns whether a node is an evictable leaf without a snapshot.
+    fn is_bare_leaf(&self, node: NodeId) -> bool {
+        self.node(node).is_queued && !self.node(node).has_snapshot
     }
 
     /// Returns the snapshot at the end of what was found.

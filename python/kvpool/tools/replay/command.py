@@ -109,7 +109,12 @@ def make_parser() -> Parser:
     add("--cost", cost, metavar="COSTS")
     states = "measure hybrid models: a snapshot takes the memory of K and V of so many tokens: 1600,3100"
     add("--states", states, metavar="SIZES")
-    add("--state-share", "share of the memory that --states gives to snapshots", of=_share, value=0.05)
+    add(
+        "--state-share",
+        "share of the memory that --states gives to snapshots, or arena: what they are worth",
+        of=_share,
+        value=0.05,
+    )
     add("--chunk", "tokens of a chunk of a prompt, at whose end --states takes one", of=count, value=8192)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add("--plot", "write a plot of occupancy and latencies, or of hit rates", of=Path, metavar="FILE")
@@ -239,11 +244,13 @@ def _costs(text: str) -> tuple[PrefillCost, ...]:
     return tuple(COSTS[name] if name in COSTS else read_cost(Path(name)) for name in names)
 
 
-def _share(text: str) -> float:
-    """Return a share above 0 and below 1."""
+def _share(text: str) -> float | None:
+    """Return a share above 0 and below 1; `None` for `arena`."""
+    if text == "arena":
+        return None
     share = float(text)
     if not 0.0 < share < 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1, and not arena")
     return share
 
 

@@ -1,8 +1,8 @@
 """The share of what a full-attention model finds in a prefix cache that a hybrid model finds.
 
 The cache alone is measured, as in `hit_rates`. A hybrid model resumes only where there is a snapshot of its
-state, so that part of the memory is given to snapshots. Prompts are cut to whole blocks, because a trace does
-not say what follows the last tokens of a prompt.
+state, so that snapshots have part of the memory: a fixed share, or what they are worth to an arena.
+Prompts are cut to whole blocks, because a trace does not say what follows the last tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvpool import GDNPool, TokenToKVPoolAllocator
+from kvpool import (
+    ArenaPrefixCache,
+    CacheArena,
+    CacheLayout,
+    GDNPool,
+    Group,
+    Plane,
+    TokenToKVPoolAllocator,
+)
 from kvpool._kvpool import PrefixCache
 from kvpool.errors import ConfigError
 from kvpool.tools.policies import policy_named
@@ -32,14 +40,14 @@ class HybridJob:
     Attributes:
         snapshot_tokens: Tokens whose K and V take up as much memory as a snapshot, for each model.
         capacities: Tokens whose K and V fill the memory of the cache.
-        share: Share of the memory that is given to snapshots, below 1.
+        share: Share of the memory that is given to snapshots, below 1; `None` for an arena.
         chunk: Tokens of a chunk of a prompt, at whose end a state is published.
         policy: Name of the policy of eviction.
     """
 
     snapshot_tokens: Sequence[int]
     capacities: Sequence[int]
-    share: float = 0.05
+    share: float | None = 0.05
     chunk: int = 8192
     policy: str = "adaptive"
 
@@ -51,7 +59,7 @@ class HybridRate:
     Attributes:
         capacity: Tokens whose K and V would fill the memory.
         snapshot_tokens: Tokens that a snapshot takes up the memory of.
-        snapshots: Snapshots that fit their share.
+        snapshots: Snapshots that fit their share; of an arena, those that it has in the end.
         full_tokens: Tokens that a full-attention model finds in all of the memory.
         hybrid_tokens: Tokens that the hybrid model finds.
     """
@@ -76,7 +84,7 @@ class HybridRates:
         trace: Name of the trace.
         requests: Requests of the trace.
         prompt_tokens: Tokens of all prompts, in whole blocks.
-        share: Share of the memory that is given to snapshots.
+        share: Share of the memory that is given to snapshots; `None` for an arena.
         chunk: Tokens of a chunk.
         policy: Name of the policy of eviction.
         rates: One entry for each capacity and size of snapshots.
@@ -85,7 +93,7 @@ class HybridRates:
     trace: str
     requests: int
     prompt_tokens: int
-    share: float
+    share: float | None
     chunk: int
     policy: str
     rates: list[HybridRate]
@@ -110,6 +118,10 @@ def measure(trace: Trace, job: HybridJob) -> HybridRates:
     for capacity in job.capacities:
         full = _found(texts, capacity // block * block, block, job, snapshots=0)
         for snapshot_tokens in job.snapshot_tokens:
+            if job.share is None:
+                hybrid, snapshots = _found_in_arena(texts, capacity, block, job, snapshot_tokens)
+                rates.append(HybridRate(capacity, snapshot_tokens, snapshots, full, hybrid))
+                continue
             snapshots = int(capacity * job.share / snapshot_tokens)
             kept = int(capacity * (1.0 - job.share)) // block * block
             if not (snapshots and kept):
@@ -155,3 +167,34 @@ def _found(
                 end = cached if begin < cached < end else end
                 lease.publish(tokens[begin:end], allocator.alloc(end - begin), state=1)
     return found
+
+
+def _found_in_arena(
+    texts: Sequence[NDArray[np.int32]], capacity: int, block: int, job: HybridJob, snapshot_tokens: int
+) -> tuple[int, int]:
+    """Return the tokens that are found in an arena of `capacity` tokens, and the snapshots in the end."""
+    layout = CacheLayout(
+        [
+            Group("full", "full", [0], [Plane("kv", "uint8", (1,))]),
+            Group("state", "state", [1], [Plane("state", "uint8", (snapshot_tokens,))]),
+        ],
+        page_size=block,
+    )
+    arena = CacheArena(layout, capacity, "cpu")
+    cache = ArenaPrefixCache(arena, policy=policy_named(job.policy))
+    chunk = job.chunk // block * block
+    found = 0
+    for text in texts:
+        with cache.match(text) as lease:
+            found += lease.length
+            known = lease.known_length
+            while lease.length < len(text):
+                begin = lease.length
+                end = min(begin + chunk, len(text))
+                end = known if begin < known < end else end
+                units = arena.alloc({"full": (end - begin) // block, "state": 1})
+                # The arena has no room for more of the prompt.
+                if units is None:
+                    break
+                lease.publish(text[:end], units)
+    return found, cache.group_stats("state")["units"]

@@ -109,10 +109,11 @@ def print_hybrid_rates(rates: HybridRates, console: Console) -> None:
             f"{rate.share:.1%}",
         )
     console.print(table)
+    memory = "as much memory as they are worth" if rates.share is None else f"{rates.share:.0%} of the memory"
     console.print(
         f"{rates.prompt_tokens:,} tokens in whole blocks of {rates.requests:,} prompts, in chunks of "
         f"{rates.chunk:,}; policy {rates.policy}.",
-        f"{rates.share:.0%} of the memory for snapshots. memory, a snapshot: in tokens of K and V.",
+        f"Snapshots: {memory}. memory, a snapshot: in tokens of K and V.",
         sep="\n",
         highlight=False,
     )
