@@ -31,6 +31,7 @@ mod rare_cases;
 mod recency_list;
 mod residency;
 mod rolling_hash;
+mod sessions;
 mod tokens;
 mod tree;
 
@@ -54,12 +55,13 @@ pub(crate) use rare_cases::fingerprint_mask;
 pub use rare_cases::set_rare_cases_frequent;
 pub(crate) use recency_list::RecencyList;
 pub use residency::{DevicePresence, EntryId, NamespaceHash, Residency};
+pub use sessions::SessionId;
 pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token_error;
 pub(crate) use tree::Edges;
 pub use tree::{
     AGE_BUCKETS, Cause, Continuation, Evicted, EvictionRecord, FoundPrefix, Hold, LowerTierContents,
-    OfferedPages, OfferedPieces, OfferedState, Pressure, ResumeAt, Segment, SegmentState, SessionId, Tree,
-    TreeStats, UsedRun, WritePolicy,
+    OfferedPages, OfferedPieces, OfferedState, Pressure, ResumeAt, Segment, SegmentState, Tree, TreeStats,
+    UsedRun, WritePolicy,
 };

@@ -26,7 +26,10 @@ use super::keys::PageHash;
 use super::node_arena::NodeArena;
 use super::rare_cases::{fingerprint_mask, shared_len};
 use super::rolling_hash::{RollingHash, RollingHasher};
-use super::{BlockTokens, History, Namespace, NamespaceHash, NodeId, Outlook, Policy, Tick, Tokens};
+use super::sessions::{SessionId, Sessions};
+use super::{
+    BlockTokens, History, Namespace, NamespaceHash, NodeHandle, NodeId, Outlook, Policy, Tick, Tokens,
+};
 use counts::Counts;
 pub(crate) use edges::Edges;
 use evict::Queues;
@@ -34,7 +37,6 @@ use explain::EvictionLog;
 use keyed_pages::KeyedPages;
 use offers::Offers;
 use roots::{Roots, retain_listed};
-use sessions::Sessions;
 use short_vec::ShortVec;
 pub(super) use snapshots::FreedMemory;
 use snapshots::Snapshots;
@@ -46,7 +48,6 @@ pub use explain::{EvictionRecord, Segment, SegmentState};
 pub use hold::Hold;
 pub use offers::{Continuation, LowerTierContents, OfferedPages, OfferedPieces, OfferedState, WritePolicy};
 pub use publish::FoundPrefix;
-pub use sessions::SessionId;
 pub use uses::UsedRun;
 
 /// A run of whole pages that every prompt with these tokens has used as a whole: the prompts differ only
@@ -223,7 +224,7 @@ pub struct Tree {
     offers: Option<Offers>,
     /// The uses that a store below does not know of, if there is one.
     uses: Option<Uses>,
-    sessions: Sessions,
+    sessions: Sessions<NodeHandle>,
 }
 
 /// Where a request can resume from a cached prefix.

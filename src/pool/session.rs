@@ -52,13 +52,14 @@ impl Session {
     /// Returns the session of a cache with a name; one like no other for [`Namespace::Unnamed`], of which there were
     /// `unnamed`.
     pub(super) fn new(shared: Weak<dyn HasSessions>, name: Namespace, unnamed: &AtomicU64) -> Self {
-        // Ranks that make the same calls get the same identities.
-        let mut hasher = DefaultHasher::new();
-        name.hash(&mut hasher);
-        if name == Namespace::Unnamed {
+        let id = if name == Namespace::Unnamed {
+            let mut hasher = DefaultHasher::new();
             unnamed.fetch_add(1, Ordering::Relaxed).hash(&mut hasher);
-        }
-        Self { shared, name, id: SessionId::new(hasher.finish()) }
+            SessionId::new(hasher.finish())
+        } else {
+            SessionId::of_name(&name)
+        };
+        Self { shared, name, id }
     }
 
     /// Returns its identity in a cache.

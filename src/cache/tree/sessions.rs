@@ -1,162 +1,13 @@
-//! Sessions: the turns of one conversation, of which only the latest is likely to come back.
-//!
-//! The tree knows for each session its *tail*, the node where its last turn ended, and for each node the
-//! session that alone has used it. From these follow the nodes that a new turn supersedes, those that the end
-//! of a session leaves, and those that come back after a pause. What is known of their next use is their
-//! [`Outlook`], which their next use takes away.
+//! Sessions of a tree: the order of eviction that follows from the turns of conversations.
 //!
 //! *Invariant.* A node that only one session has used is below such nodes, or below the part of its prefix
 //! that others have used as well.
 //!
-//! *Cost.* A turn costs one look-up and a visit of the nodes that change. Nothing is locked: a tail that is
-//! evicted moves up, and a session none of whose nodes is cached is forgotten when the table has doubled.
+//! *Cost.* A turn costs one look-up and a visit of the nodes that change.
 
-use std::collections::HashMap;
-use std::num::NonZeroU32;
-
-use super::{Kind, NodeId, Tick, Tree, narrow};
+use super::{Kind, NodeId, Tree, narrow};
+use crate::cache::sessions::{SessionId, beside_path};
 use crate::cache::{NodeHandle, Outlook};
-
-/// The identity of a session: a hash of its name, all bits of which are well mixed.
-///
-/// It keeps 32 bits of the hash. Sessions with the same identity count as one: then the order of evictions is
-/// wrong; no request gets a wrong page.
-///
-/// ```
-/// use kvpool::cache::SessionId;
-/// assert_ne!(SessionId::new(0x9e37_79b9_7f4a_7c15), SessionId::new(0x85eb_ca6b_c2b2_ae35));
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct SessionId(NonZeroU32);
-
-impl SessionId {
-    /// Creates the identity of the session whose name has this hash.
-    #[must_use]
-    pub const fn new(hash: u64) -> Self {
-        #[expect(clippy::cast_possible_truncation, reason = "any bits of a hash")]
-        let number = NonZeroU32::new(hash as u32);
-        Self(match number {
-            Some(number) => number,
-            None => NonZeroU32::MAX,
-        })
-    }
-}
-
-/// The number of kinds of pauses that are told apart. Further kinds count as the last one.
-const MOST_KINDS: usize = 256;
-
-/// The number of pauses over which the length of a kind is averaged.
-const AVERAGED: f64 = 64.0;
-
-/// The number of pauses of a kind before which nothing is concluded from its length.
-const FEWEST_PAUSES: f64 = 4.0;
-
-/// The number of sessions below which none is forgotten.
-const FEW_SESSIONS: usize = 1024;
-
-/// What a session does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
-    /// A turn is running, or nothing was said about the next one.
-    Running,
-    /// It will go on after a pause.
-    Paused { kind: usize, since: Tick },
-    /// It will not go on.
-    Ended,
-}
-
-#[derive(Debug)]
-struct Session {
-    phase: Phase,
-    /// The node where its last turn ended, as far as that is cached.
-    tail: Option<NodeHandle>,
-}
-
-/// The pauses of one kind.
-#[derive(Clone, Copy, Debug, Default)]
-struct Pauses {
-    /// The number of pauses, at most [`AVERAGED`].
-    count: f64,
-    /// The mean of the binary logarithms of their lengths in tokens: a few pauses are much longer than all
-    /// others together.
-    log_len: f64,
-}
-
-impl Pauses {
-    fn add(&mut self, len: u64) {
-        self.count = (self.count + 1.0).min(AVERAGED);
-        #[expect(clippy::cast_precision_loss, reason = "tokens are counted far below 2^53")]
-        let log_len = (len.max(1) as f64).log2();
-        self.log_len += (log_len - self.log_len) / self.count;
-    }
-
-    /// Returns the usual length in tokens, if it is known.
-    fn usual_len(self) -> Option<u64> {
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a mean of lengths")]
-        let len = self.log_len.exp2() as u64;
-        (self.count >= FEWEST_PAUSES).then_some(len)
-    }
-}
-
-/// The sessions of a tree.
-#[derive(Debug, Default)]
-pub(super) struct Sessions {
-    by_id: HashMap<SessionId, Session>,
-    kinds: HashMap<Box<str>, usize>,
-    pauses: Vec<Pauses>,
-    /// The bytes of the names of kinds.
-    texts: usize,
-}
-
-impl Sessions {
-    pub(super) fn bytes(&self) -> usize {
-        self.by_id.capacity() * size_of::<(SessionId, Session)>()
-            + self.kinds.capacity() * size_of::<(Box<str>, usize)>()
-            + self.pauses.capacity() * size_of::<Pauses>()
-            + self.texts
-    }
-
-    fn kind(&mut self, name: &str) -> usize {
-        if let Some(&kind) = self.kinds.get(name) {
-            return kind;
-        }
-        if self.pauses.len() == MOST_KINDS {
-            return MOST_KINDS - 1;
-        }
-        self.pauses.push(Pauses::default());
-        self.texts += name.len();
-        self.kinds.insert(name.into(), self.pauses.len() - 1);
-        self.pauses.len() - 1
-    }
-
-    /// Returns a session, which is new if it is not known. `exists` tells whether there is a node. Pauses of sessions
-    /// that are forgotten are not counted: what is learned of the lifetimes of their blocks tells how many come
-    /// back.
-    fn get_or_new(&mut self, id: SessionId, exists: impl Fn(NodeHandle) -> bool) -> &mut Session {
-        let by_id = &mut self.by_id;
-        if by_id.len() >= FEW_SESSIONS && by_id.len() == by_id.capacity() {
-            by_id.retain(|_, session| session.tail.is_some_and(&exists));
-            by_id.reserve(by_id.len());
-        }
-        by_id.entry(id).or_insert(Session { phase: Phase::Running, tail: None })
-    }
-
-    /// Moves the tail of a session from a node that is removed to its parent, unless the session has none
-    /// there.
-    pub(super) fn move_tail(&mut self, id: SessionId, from: NodeHandle, to: Option<NodeHandle>) {
-        if let Some(session) = self.by_id.get_mut(&id).filter(|session| session.tail == Some(from)) {
-            session.tail = to;
-        }
-    }
-
-    /// Records that a turn of a session begins, and learns from the pause before it.
-    pub(super) fn begin_turn(&mut self, id: SessionId, now: Tick) {
-        let Some(session) = self.by_id.get_mut(&id) else { return };
-        if let Phase::Paused { kind, since } = std::mem::replace(&mut session.phase, Phase::Running) {
-            self.pauses[kind].add(now.since(since));
-        }
-    }
-}
 
 impl Tree {
     /// Records that the turn of a session is over, and that the session goes on after a pause of this kind, such
@@ -173,23 +24,16 @@ impl Tree {
     /// tree.end(session);
     /// ```
     pub fn pause(&mut self, session: SessionId, kind: &str) {
-        let phase = Phase::Paused { kind: self.sessions.kind(kind), since: self.now };
-        self.set_phase(session, phase);
+        let nodes = &self.nodes;
+        self.sessions.pause(session, kind, self.now, |tail| nodes.at(tail).is_some());
+        self.look_ahead(session);
     }
 
     /// Records that a session has ended: what only it has used is evicted first.
     pub fn end(&mut self, session: SessionId) {
-        self.set_phase(session, Phase::Ended);
-    }
-
-    fn set_phase(&mut self, id: SessionId, phase: Phase) {
-        self.session_mut(id).phase = phase;
-        self.look_ahead(id);
-    }
-
-    fn session_mut(&mut self, id: SessionId) -> &mut Session {
         let nodes = &self.nodes;
-        self.sessions.get_or_new(id, |tail| nodes.at(tail).is_some())
+        self.sessions.end(session, |tail| nodes.at(tail).is_some());
+        self.look_ahead(session);
     }
 
     /// Ends a turn of a session at `node`. It supersedes the turn before, if that ended elsewhere: what only
@@ -199,7 +43,7 @@ impl Tree {
         if here.kind != Kind::Run || self.node(here.root).kind != Kind::Root {
             return;
         }
-        let before = self.session_mut(id).tail.and_then(|tail| self.nodes.at(tail));
+        let before = self.sessions.tail(id).and_then(|tail| self.nodes.at(tail));
         // A turn that has added nothing to the one before changes nothing.
         let (rest, is_on_path) = before.map_or((Vec::new(), false), |before| self.rest_of(before, node));
         if !is_on_path {
@@ -211,7 +55,9 @@ impl Tree {
             if let Some(before) = before {
                 self.supersede_state(before, id);
             }
-            self.session_mut(id).tail = Some(self.nodes.handle(node));
+            let nodes = &self.nodes;
+            let tail = (nodes[node].user == Some(id)).then(|| nodes.handle(node));
+            self.sessions.set_tail(id, tail, |tail| nodes.at(tail).is_some());
         }
         self.look_ahead(id);
     }
@@ -219,16 +65,7 @@ impl Tree {
     /// Returns the nodes on the path to `node` that are not on the path to `other`, the deepest first, and
     /// whether `other` is on the path to `node`.
     fn rest_of(&self, node: NodeId, other: NodeId) -> (Vec<NodeId>, bool) {
-        let (mut at, mut on_other, mut rest) = (node, other, Vec::new());
-        while at != on_other && self.node(at).kind == Kind::Run {
-            if self.node(on_other).end > self.node(at).end {
-                on_other = self.node(on_other).parent;
-            } else {
-                rest.push(at);
-                at = self.node(at).parent;
-            }
-        }
-        (rest, at == other)
+        beside_path(node, other, |at| self.node(at).end, |at| self.node(at).parent)
     }
 
     /// Makes the snapshot at the end of a turn superseded, if the session alone goes on there.
@@ -241,16 +78,10 @@ impl Tree {
 
     /// Gives the nodes that only this session has used the outlook that follows from its phase.
     fn look_ahead(&mut self, id: SessionId) {
-        let Some(&Session { phase, tail: Some(tail) }) = self.sessions.by_id.get(&id) else { return };
-        let outlook = match phase {
-            Phase::Running => return,
-            Phase::Paused { kind, .. } => {
-                let len = self.sessions.pauses[kind].usual_len();
-                len.map_or(Outlook::Unknown, |len| self.queues.policy.outlook(len))
-            }
-            Phase::Ended => Outlook::Ended,
+        let Some(outlook) = self.sessions.outlook(id, &*self.queues.policy) else { return };
+        let Some(tail) = self.sessions.tail(id).and_then(|tail: NodeHandle| self.nodes.at(tail)) else {
+            return;
         };
-        let Some(tail) = self.nodes.at(tail) else { return };
         let own = self.path(tail).take_while(|&node| self.node(node).user == Some(id));
         for node in own.collect::<Vec<_>>() {
             self.set_outlook(node, outlook);
@@ -293,6 +124,7 @@ impl Tree {
 mod tests {
     use super::*;
     use crate::base::{Id, Page};
+    use crate::cache::sessions::FEW_SESSIONS;
     use crate::cache::{BlockTokens, Cause, Evicted, Hold, Namespace, PolicyKind, Pressure, ResumeAt};
     use std::time::Instant;
 
@@ -447,14 +279,25 @@ mod tests {
                 drop(cache.evict(1));
             }
         }
-        assert!(cache.tree.sessions.by_id.len() < 4 * FEW_SESSIONS);
+        assert!(cache.tree.sessions.len() <= FEW_SESSIONS);
+    }
+
+    #[test]
+    fn sessions_that_end_where_others_do_are_forgotten() {
+        let mut cache = Cache::new(PolicyKind::Lru);
+        cache.turn(None, &[1, 2]);
+        for number in 1..5_000 {
+            cache.turn(Some(number), &[1, 2]);
+            cache.tree.pause(SessionId::new(number), "user");
+        }
+        assert!(cache.tree.sessions.len() <= FEW_SESSIONS);
     }
 
     #[test]
     fn pauses_of_a_kind_become_known() {
         let mut cache = Cache::new(PolicyKind::Adaptive);
         let outlook = |cache: &Cache| {
-            let tail = cache.tree.sessions.by_id[&FIRST].tail.expect("a turn has ended");
+            let tail = cache.tree.sessions.tail(FIRST).expect("a turn has ended");
             cache.tree.node(cache.tree.nodes.at(tail).expect("it is cached")).history.outlook
         };
         for turn in 0..10 {
@@ -471,13 +314,5 @@ mod tests {
         assert_eq!(outlook(&cache), Outlook::Unknown);
         cache.tree.pause(FIRST, "user");
         assert_eq!(outlook(&cache), Outlook::Late);
-    }
-
-    #[test]
-    fn further_kinds_count_as_the_last_one() {
-        let mut sessions = Sessions::default();
-        let kinds: Vec<usize> = (0..300).map(|number| sessions.kind(&format!("kind {number}"))).collect();
-        assert_eq!((kinds[0], kinds[255], kinds[256], kinds[299]), (0, 255, 255, 255));
-        assert_eq!(sessions.kind("kind 7"), 7);
     }
 }
