@@ -5382,22 +5382,55 @@ class BlockQueue:
         Raises:
             ConfigError: If there is no such policy, or the block size is 0, negative, or too large.
         """
-    def look_up(self, tokens: int) -> None:
+    def look_up(self, tokens: int, session: Namespace = None) -> None:
         """Tells the policy that a request has looked up a prompt: the time by which it counts.
 
         Args:
             tokens: Tokens of the prompt.
+            session: The session of which the request is a turn, by its name; `None` for none.
         """
-    def add_prompt(self, blocks: Iterable[Block], before: Block | None = None) -> None:
+    def set_user(self, session: Namespace) -> None:
+        """Tells the policy which session uses blocks from now on, by `retain` and `remove`; at first it is none. Blocks
+        that one session alone has used are those that its turns and its end can leave.
+
+        Args:
+            session: The name of the session; `None` for none.
+        """
+    def add_prompt(
+        self, blocks: Iterable[Block], before: Block | None = None, session: Namespace = None
+    ) -> None:
         """Tells the policy that blocks follow each other in a prompt. Those it knows stay as they are; a block without a
         hash, and what is behind it, is left out.
 
         Args:
             blocks: The blocks.
             before: The block before them; `None` at the beginning of a prompt.
+            session: The name of the session of which the request is a turn; `None` for none.
 
         Raises:
             IndexOwnershipError: If one is of another queue. Nothing is changed.
+        """
+    def end_turn(
+        self,
+        session: str | bytes | int,
+        blocks: Iterable[Block],
+        *,
+        pause: str | None = None,
+        is_last: bool = False,
+    ) -> None:
+        """Tells the policy that a turn of a session is over, before its blocks are freed. If it does not continue the turn
+        before, what only this session has used of that is taken first, down to the block where they part.
+
+        Args:
+            session: The name of the session.
+            blocks: The blocks of the turn; none to say only what follows.
+            pause: What the session waits for, such as "bash" or "user". The policy "adaptive" learns how long pauses of
+                each kind are, in tokens looked up. 256 kinds are told apart.
+            is_last: Whether the session ends: what only it has used is taken first.
+
+        Raises:
+            ValueError: If a session that ends pauses. Nothing is changed.
+            IndexOwnershipError: If a block is of another queue. Nothing is changed.
         """
     @property
     def fake_free_list_head(self) -> Block:

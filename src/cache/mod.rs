@@ -56,6 +56,7 @@ pub use rare_cases::set_rare_cases_frequent;
 pub(crate) use recency_list::RecencyList;
 pub use residency::{DevicePresence, EntryId, NamespaceHash, Residency};
 pub use sessions::SessionId;
+pub(crate) use sessions::{Sessions, beside_path};
 pub use tokens::Tokens;
 #[cfg(feature = "python")]
 pub(crate) use tokens::not_a_token_error;

@@ -4,33 +4,55 @@
 //! block with a hash follows, as the leaves of a tree, and a block counts as a leaf once those after it have
 //! lost their hashes.
 //!
-//! *Invariant.* The policy has exactly the blocks that are free, are known by [`BlockOrder::add`] and have no
-//! known block behind them.
+//! Requests may be turns of [sessions](crate::cache::SessionId). What a turn leaves of the one before, and what an
+//! ended session leaves, is taken before the blocks that the policy has, as far as no other session has used it.
 //!
-//! *Cost.* One call of the policy for each block that is taken, freed, used again or added. Memory: 64 bytes for
-//! each block, and what the policy needs.
+//! *Invariant.* The policy and the ended blocks together are exactly the blocks that are free, are known by
+//! [`BlockOrder::add`] and have no known block behind them. A known block that only one session has used follows
+//! such blocks, or blocks that others have used as well.
+//!
+//! *Cost.* One call of the policy for each block that is taken, freed, used again or added, and one for each block
+//! of a session at the end of a turn that pauses or ends it. Memory: 64 bytes for each block, what the policy
+//! needs, and some 100 bytes for each session, of which there are at most two for each block, or 1,024.
+
+use std::collections::BTreeSet;
 
 use crate::base::{BlockId, Id, widen};
-use crate::cache::{BlockKey, BlockTokens, History, NodeId, Policy, PolicyKind, Remembered, Tick};
+use crate::cache::{
+    BlockKey, BlockTokens, History, NodeId, Outlook, Policy, PolicyKind, Remembered, SessionId, Sessions,
+    Tick, beside_path,
+};
 
 use super::EvictionQueue;
+
+/// A block, and how many prompts it had held before: with another prompt it is another place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place {
+    block: BlockId,
+    held: u32,
+}
 
 /// A block in the prompts that have used it.
 #[derive(Clone, Copy, Debug)]
 struct KnownBlock {
     history: History,
     key: BlockKey,
-    /// The block before it in its prompt, and how many prompts that had held before.
-    before: Option<(BlockId, u32)>,
+    /// The block before it in its prompt.
+    before: Option<Place>,
     /// The number of prompts that it has held. It tells the blocks behind it from those of an earlier prompt.
     held: u32,
     /// The number of known blocks behind it.
     behind: u32,
     /// The number of tokens of its prompt up to its end.
     end: u32,
+    /// The session that alone has used it.
+    user: Option<SessionId>,
     is_known: bool,
+    /// Whether the policy or the ended blocks have it.
     is_offered: bool,
 }
+
+const _: () = assert!(size_of::<KnownBlock>() == 64, "the documented size");
 
 /// A block with a hash that follows others in a prompt.
 #[derive(Clone, Copy, Debug)]
@@ -49,6 +71,11 @@ pub(super) struct BlockOrder {
     remembered_every: u32,
     now: Tick,
     blocks: Vec<KnownBlock>,
+    /// The blocks that are not used again, which are taken before those of the policy: the least recently used first.
+    ended: BTreeSet<(Tick, BlockId)>,
+    sessions: Sessions<Place>,
+    /// The session of the request that uses blocks.
+    user: Option<SessionId>,
 }
 
 impl BlockOrder {
@@ -62,6 +89,7 @@ impl BlockOrder {
             held: 0,
             behind: 0,
             end: 0,
+            user: None,
             is_known: false,
             is_offered: false,
         };
@@ -71,12 +99,23 @@ impl BlockOrder {
             remembered_every: every.get(),
             now: Tick::default(),
             blocks: vec![unknown; count],
+            ended: BTreeSet::new(),
+            sessions: Sessions::default(),
+            user: None,
         }
     }
 
-    /// Records that a prompt of `tokens` tokens was looked up.
-    pub(super) fn look_up(&mut self, tokens: u64) {
+    /// Records that a prompt of `tokens` tokens was looked up, with which a turn of a session begins.
+    pub(super) fn look_up(&mut self, tokens: u64, session: Option<SessionId>) {
         self.now = Tick::new(self.now.tokens().saturating_add(tokens));
+        if let Some(session) = session {
+            self.sessions.begin_turn(session, self.now);
+        }
+    }
+
+    /// Sets the session of the request that uses blocks from now on.
+    pub(super) const fn set_user(&mut self, session: Option<SessionId>) {
+        self.user = session;
     }
 
     /// Returns whether a block is known.
@@ -84,14 +123,21 @@ impl BlockOrder {
         self.at(block).is_known
     }
 
-    /// Adds blocks that follow `before` in a prompt, or begin it. Those that are known stay as they are. As in the
-    /// prefix cache, the policy remembers several small blocks by the last one.
-    pub(super) fn add(&mut self, before: Option<BlockId>, new: &[NewBlock], queue: &EvictionQueue) {
+    /// Adds blocks that follow `before` in a prompt of a session or of none, or begin it. Those that are known stay as
+    /// they are. As in the prefix cache, the policy remembers several small blocks by the last one.
+    pub(super) fn add(
+        &mut self,
+        before: Option<BlockId>,
+        new: &[NewBlock],
+        session: Option<SessionId>,
+        queue: &EvictionQueue,
+    ) {
         let mut before = before.filter(|&block| self.knows(block));
         let mut end = before.map_or(0, |block| self.at(block).end);
         let (mut remembered, mut waiting) = (Remembered::default(), Vec::new());
         for &NewBlock { block, key } in new {
             if self.knows(block) {
+                self.count_user(block, session);
                 (before, end) = (Some(block), self.at(block).end);
                 continue;
             }
@@ -101,13 +147,14 @@ impl BlockOrder {
                 remembered = self.policy.record_publication(key, self.tokens_of(&waiting), self.now);
                 self.begin(&mut waiting, remembered);
             }
-            let held = before.map(|block| (block, self.at(block).held));
+            let place = before.map(|block| self.place(block));
             if let Some(before) = before {
+                self.count_user(before, session);
                 self.withdraw(before);
                 self.at_mut(before).behind += 1;
             }
             let here = self.at_mut(block);
-            *here = KnownBlock { key, before: held, end, behind: 0, is_known: true, ..*here };
+            *here = KnownBlock { key, before: place, end, behind: 0, user: session, is_known: true, ..*here };
             before = Some(block);
         }
         if !waiting.is_empty() {
@@ -127,9 +174,16 @@ impl BlockOrder {
         }
     }
 
-    /// Records that a request uses a block again.
+    /// Records that a request of a session or of none has used a block.
+    fn count_user(&mut self, block: BlockId, session: Option<SessionId>) {
+        let here = self.at_mut(block);
+        here.user = here.user.filter(|&user| session == Some(user));
+    }
+
+    /// Records that the request of the present user uses a block again.
     pub(super) fn record_use(&mut self, block: BlockId) {
         if self.knows(block) {
+            self.count_user(block, self.user);
             self.withdraw(block);
             let history = self.at(block).history;
             self.policy.record_use(&history, self.tokens, self.now);
@@ -138,26 +192,108 @@ impl BlockOrder {
         }
     }
 
-    /// Offers a block to the policy, if it is free and known, and no known block is behind it.
+    /// Records that a turn of a session is over, which had these blocks. It supersedes the turn before, if that ended
+    /// elsewhere: what only this session has used of it, and no request uses now.
+    pub(super) fn end_turn(&mut self, session: SessionId, blocks: &[BlockId], queue: &EvictionQueue) {
+        let Some(&last) = blocks.iter().rev().find(|&&block| self.knows(block)) else { return };
+        // A turn that has added nothing to the one before changes nothing.
+        let (rest, is_on_path) = self.tail(session).map_or((Vec::new(), false), |tail| {
+            let block_end = |at: Option<BlockId>| at.map_or(0, |block| self.at(block).end);
+            beside_path(Some(tail), Some(last), block_end, |at| at.and_then(|block| self.before(block)))
+        });
+        if !is_on_path {
+            for superseded in rest.into_iter().flatten() {
+                if self.at(superseded).user == Some(session) && queue.contains(superseded) {
+                    self.set_outlook(superseded, Outlook::Ended, queue);
+                }
+            }
+            let tail = (self.at(last).user == Some(session)).then(|| self.place(last));
+            let Self { sessions, blocks, .. } = self;
+            sessions.set_tail(session, tail, |place| is_cached(blocks, place));
+        }
+        self.look_ahead(session, queue);
+    }
+
+    /// Records that a session goes on after a pause of this kind.
+    pub(super) fn pause(&mut self, session: SessionId, kind: &str, queue: &EvictionQueue) {
+        let Self { sessions, blocks, now, .. } = self;
+        sessions.pause(session, kind, *now, |place| is_cached(blocks, place));
+        self.look_ahead(session, queue);
+    }
+
+    /// Records that a session has ended: what only it has used is taken first.
+    pub(super) fn end(&mut self, session: SessionId, queue: &EvictionQueue) {
+        let Self { sessions, blocks, .. } = self;
+        sessions.end(session, |place| is_cached(blocks, place));
+        self.look_ahead(session, queue);
+    }
+
+    /// Gives the blocks that only this session has used the outlook that follows from what it does.
+    fn look_ahead(&mut self, session: SessionId, queue: &EvictionQueue) {
+        let Some(outlook) = self.sessions.outlook(session, &*self.policy) else { return };
+        let mut at = self.tail(session);
+        while let Some(block) = at.filter(|&block| self.at(block).user == Some(session)) {
+            self.set_outlook(block, outlook, queue);
+            at = self.before(block);
+        }
+    }
+
+    fn set_outlook(&mut self, block: BlockId, outlook: Outlook, queue: &EvictionQueue) {
+        let history = self.at(block).history;
+        if history.outlook == outlook {
+            return;
+        }
+        self.withdraw(block);
+        self.policy.record_outlook(&history, outlook, self.tokens);
+        self.at_mut(block).history.outlook = outlook;
+        self.offer(block, queue);
+    }
+
+    /// Returns the block where the last turn of a session ended, as far as that is cached.
+    fn tail(&self, session: SessionId) -> Option<BlockId> {
+        self.sessions.tail(session).filter(|&place| is_cached(&self.blocks, place)).map(|place| place.block)
+    }
+
+    /// Returns the block before one in its prompt, if it is cached.
+    fn before(&self, block: BlockId) -> Option<BlockId> {
+        self.at(block).before.filter(|&place| is_cached(&self.blocks, place)).map(|place| place.block)
+    }
+
+    fn place(&self, block: BlockId) -> Place {
+        Place { block, held: self.at(block).held }
+    }
+
+    /// Offers a block to the policy, or to the ended ones, if it is free and known, and no known block is behind it.
     pub(super) fn offer(&mut self, block: BlockId, queue: &EvictionQueue) {
         let here = *self.at(block);
-        if here.is_known && here.behind == 0 && !here.is_offered && queue.contains(block) {
+        if !here.is_known || here.behind > 0 || here.is_offered || !queue.contains(block) {
+            return;
+        }
+        if here.history.outlook == Outlook::Ended {
+            self.ended.insert((here.history.used, block));
+        } else {
             let positions = here.end - self.tokens..here.end;
             self.policy.insert(node(block), positions, &here.history, self.now);
-            self.at_mut(block).is_offered = true;
         }
+        self.at_mut(block).is_offered = true;
     }
 
     /// Takes a block back from the policy, because it is no longer free or no longer the last one.
     pub(super) fn withdraw(&mut self, block: BlockId) {
         if std::mem::replace(&mut self.at_mut(block).is_offered, false) {
-            self.policy.remove(node(block));
+            let history = self.at(block).history;
+            if history.outlook == Outlook::Ended {
+                self.ended.remove(&(history.used, block));
+            } else {
+                self.policy.remove(node(block));
+            }
         }
     }
 
-    /// Returns the block to take next, if the policy has one.
+    /// Returns the block to take next, if there is one that is offered.
     pub(super) fn victim(&mut self) -> Option<BlockId> {
-        self.policy.victim(self.now).map(|victim| BlockId::new(victim.number()))
+        let ended = self.ended.first().map(|&(.., block)| block);
+        ended.or_else(|| self.policy.victim(self.now).map(|victim| BlockId::new(victim.number())))
     }
 
     /// Forgets a block that loses its hash. The one before it may be the last one then.
@@ -170,11 +306,15 @@ impl BlockOrder {
         if here.end.is_multiple_of(self.remembered_every) {
             self.policy.record_eviction(here.key, &here.history, self.now);
         }
+        let before = self.before(block);
+        if let Some(user) = here.user {
+            let own = before.filter(|&before| self.at(before).user == Some(user));
+            let to = own.map(|before| self.place(before));
+            self.sessions.move_tail(user, self.place(block), to);
+        }
         *self.at_mut(block) =
             KnownBlock { is_known: false, behind: 0, before: None, held: here.held.wrapping_add(1), ..here };
-        if let Some((before, held)) = here.before
-            && self.at(before).held == held
-        {
+        if let Some(before) = before {
             self.at_mut(before).behind -= 1;
             self.offer(before, queue);
         }
@@ -194,6 +334,47 @@ impl BlockOrder {
     }
 }
 
+/// Returns whether a place still holds the same prompt.
+fn is_cached(blocks: &[KnownBlock], place: Place) -> bool {
+    let here = &blocks[widen(place.block.number())];
+    here.is_known && here.held == place.held
+}
+
 fn node(block: BlockId) -> NodeId {
     NodeId::new(block.number())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sessions_without_blocks_of_their_own_are_forgotten() {
+        let blocks: Vec<BlockId> = (0..8).map(BlockId::new).collect();
+        let mut queue = EvictionQueue::full(8);
+        let mut order = BlockOrder::new(PolicyKind::Adaptive, blocks.len(), 16);
+        // The first block is what all have in common, and each has another block of its own for a while.
+        queue.remove(blocks[0]);
+        order.add(None, &[NewBlock { block: blocks[0], key: BlockKey::new(7) }], None, &queue);
+        for number in 1..20_000 {
+            let session = Some(SessionId::new(number));
+            let own = BlockId::new(u32::try_from(1 + number % 7).expect("small"));
+            order.forget(own, &queue);
+            order.look_up(32, session);
+            order.set_user(session);
+            order.record_use(blocks[0]);
+            order.add(
+                Some(blocks[0]),
+                &[NewBlock { block: own, key: BlockKey::new(number) }],
+                session,
+                &queue,
+            );
+            order.end_turn(SessionId::new(number), &[blocks[0], own], &queue);
+            // Another session ends where others do, and is told to pause.
+            let other = SessionId::new(20_000 + number);
+            order.end_turn(other, &blocks[..1], &queue);
+            order.pause(other, "user", &queue);
+        }
+        assert!(order.sessions.len() <= 1_024);
+    }
 }

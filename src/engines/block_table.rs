@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use crate::base::sync::lock;
 use crate::base::{BlockId, Id, widen};
-use crate::cache::{BlockKey, PolicyKind};
+use crate::cache::{BlockKey, PolicyKind, SessionId};
 use crate::index::{BadFree, BadFrees};
 
 use super::block_order::{BlockOrder, NewBlock};
@@ -27,6 +27,35 @@ pub enum HashedBlocks {
     Last,
     /// At the front, like blocks without a hash.
     First,
+}
+
+/// What is known of a session when a turn of it is over.
+///
+/// ```
+/// use kvpool::base::{BlockId, Id};
+/// use kvpool::cache::{PolicyKind, SessionId};
+/// use kvpool::engines::{AfterTurn, BlockTable, HashedBlocks, HashedTokens};
+/// let mut table = BlockTable::new(2);
+/// table.evict_by(PolicyKind::Adaptive, 16);
+/// for (number, after) in [(1, AfterTurn::Pause("user")), (2, AfterTurn::End)] {
+///     let session = SessionId::new(number);
+///     table.look_up(16, Some(session));
+///     let prompt = table.take(1).unwrap();
+///     table.set_hash(prompt[0], HashedTokens { hash: [7; 32][..].into(), tokens: None });
+///     table.add_prompt(None, &prompt, Some(session));
+///     table.end_turn(session, &prompt, after);
+///     table.release(&prompt, HashedBlocks::Last);
+/// }
+/// assert_eq!(table.pop(), Some(BlockId::new(1)), "the second session has ended");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AfterTurn<'a> {
+    /// Nothing.
+    Unknown,
+    /// It goes on after a pause of this kind, such as a call of a tool.
+    Pause(&'a str),
+    /// It does not go on.
+    End,
 }
 
 /// Why blocks were not taken.
@@ -120,12 +149,12 @@ impl Drop for TakenBlocks<'_> {
 /// use kvpool::cache::PolicyKind;
 /// let mut table = BlockTable::new(2);
 /// table.evict_by(PolicyKind::Adaptive, 16);
-/// table.look_up(32);
+/// table.look_up(32, None);
 /// let prompt = table.take(2).unwrap();
 /// for (&block, hash) in prompt.iter().zip([b"1", b"2"]) {
 ///     table.set_hash(block, HashedTokens { hash: hash[..].into(), tokens: None });
 /// }
-/// table.add_prompt(None, &prompt);
+/// table.add_prompt(None, &prompt, None);
 /// table.release(&prompt, HashedBlocks::Last);
 /// assert_eq!(table.pop(), Some(b), "the first block is of use without the second");
 /// ```
@@ -156,16 +185,25 @@ impl BlockTable {
         self.order = Some(BlockOrder::new(policy, self.blocks.len(), tokens));
     }
 
-    /// Records that a prompt of `tokens` tokens was looked up: the time of the policy.
-    pub fn look_up(&mut self, tokens: u64) {
+    /// Records that a prompt of `tokens` tokens was looked up: the time of the policy. With a session, a turn of it
+    /// begins.
+    pub fn look_up(&mut self, tokens: u64, session: Option<SessionId>) {
         if let Some(order) = &mut self.order {
-            order.look_up(tokens);
+            order.look_up(tokens, session);
         }
     }
 
-    /// Tells the policy that `blocks` follow each other in a prompt, and the block `before`, if there is one.
-    /// Blocks without a hash, and what is behind them, are left out.
-    pub fn add_prompt(&mut self, before: Option<BlockId>, blocks: &[BlockId]) {
+    /// Sets the session of the request that uses blocks from now on, by [`BlockTable::retain`] and
+    /// [`BlockTable::remove_free`]; of none at first.
+    pub const fn set_user(&mut self, session: Option<SessionId>) {
+        if let Some(order) = &mut self.order {
+            order.set_user(session);
+        }
+    }
+
+    /// Tells the policy that `blocks` follow each other in a prompt, of a session or of none, and the block `before`,
+    /// if there is one. Blocks without a hash, and what is behind them, are left out.
+    pub fn add_prompt(&mut self, before: Option<BlockId>, blocks: &[BlockId], session: Option<SessionId>) {
         let Some(order) = &mut self.order else { return };
         let new = |&block: &BlockId| {
             let state = &self.blocks[widen(block.number())];
@@ -173,7 +211,20 @@ impl BlockTable {
             Some(NewBlock { block, key: key_of(&hashed.hash) })
         };
         let new: Vec<NewBlock> = blocks.iter().map_while(new).collect();
-        order.add(before, &new, &self.queue);
+        order.add(before, &new, session, &self.queue);
+    }
+
+    /// Records that a turn of a session is over, which had these blocks and has not released them, and what follows.
+    /// Blocks that only this session has used are taken first if the turn has left them, or if none follows. Without
+    /// blocks the session is only told what follows.
+    pub fn end_turn(&mut self, session: SessionId, blocks: &[BlockId], after: AfterTurn<'_>) {
+        let Some(order) = &mut self.order else { return };
+        order.end_turn(session, blocks, &self.queue);
+        match after {
+            AfterTurn::Unknown => {}
+            AfterTurn::Pause(kind) => order.pause(session, kind, &self.queue),
+            AfterTurn::End => order.end(session, &self.queue),
+        }
     }
 
     /// Returns the queue of free blocks.

@@ -26,7 +26,7 @@ mod slot_tree;
 
 pub use block_bytes::BlockBytes;
 pub use block_map::{BlockHash, BlockMap};
-pub use block_table::{BlockTable, HashedBlocks, HashedTokens, NotTaken, TakenBlocks};
+pub use block_table::{AfterTurn, BlockTable, HashedBlocks, HashedTokens, NotTaken, TakenBlocks};
 pub use eviction_queue::{EvictionQueue, QueueEnd};
 pub use last_run::{RunEnds, last_run};
 pub use offload_order::{OffloadId, OffloadKey, OffloadOrder, RequestRank};

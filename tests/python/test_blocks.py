@@ -17,7 +17,7 @@ from kvpool._kvpool import Block, BlockHasher, BlockMap, BlockQueue
 from kvpool.errors import ConfigError, IndexOwnershipError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 def key(text: bytes, group: int = 0) -> bytes:
@@ -230,12 +230,24 @@ def test_null_and_masked_blocks_get_no_hash() -> None:
     assert queue.blocks[0].ref_cnt == 0
 
 
-def published(queue: BlockQueue, cached: BlockMap, *names: bytes) -> list[Block]:
-    """Blocks of a prompt with these hashes, which is over."""
+def published(
+    queue: BlockQueue,
+    cached: BlockMap,
+    *names: bytes,
+    before: Sequence[Block] = (),
+    session: str | None = None,
+) -> list[Block]:
+    """Blocks of a prompt with these hashes behind others, which is over: a turn of a session, or of none."""
+    queue.set_user(session)
+    queue.retain(before)
+    queue.set_user(None)
     blocks, _ = queue.alloc(len(names), cached, {})
     cached.cache(blocks, list(names), 0, 4, 4, None, {})
-    queue.look_up(4 * len(names))
-    queue.add_prompt(blocks)
+    queue.look_up(4 * (len(before) + len(names)), session)
+    queue.add_prompt(blocks, before[-1] if before else None, session)
+    if session is not None:
+        queue.end_turn(session, [*before, *blocks])
+    queue.free(before)
     # vLLM frees the end of a prompt first; here the queue alone would take the beginning first.
     queue.free(blocks)
     return blocks
@@ -254,6 +266,60 @@ def test_a_policy_takes_the_ends_of_prompts_first() -> None:
     assert queue.popleft() is expected[2]
     assert queue.popleft_n(2) == expected[3:]
     assert len(cached) == 3, "popped blocks keep their hashes, as vLLM's do"
+
+
+def test_what_only_an_ended_session_used_is_taken_first() -> None:
+    queue, cached = BlockQueue(7), BlockMap()
+    queue.evict_by("adaptive", 4)
+    shared = published(queue, cached, b"a")
+    other = published(queue, cached, b"b", before=shared, session="other")
+    ended = published(queue, cached, b"c", b"d", before=shared, session="chat")
+    later = published(queue, cached, b"e", before=[*shared, *ended], session="chat")
+    queue.end_turn("chat", [], pause="user")
+    queue.end_turn("chat", [], is_last=True)
+    latest = published(queue, cached, b"f")
+    # The seventh block has no hash. What both have used is no one's.
+    assert queue.alloc(1, cached, {})[0] == [queue.blocks[6]]
+    assert queue.alloc(3, cached, {})[0] == [*later, ended[1], ended[0]]
+    assert queue.alloc(3, cached, {})[0] == [*other, *shared, *latest]
+
+
+def test_a_turn_supersedes_what_it_leaves() -> None:
+    queue, cached = BlockQueue(6), BlockMap()
+    queue.evict_by("adaptive", 4)
+    other = published(queue, cached, b"a")
+    left = published(queue, cached, b"b", b"c", b"d", session="chat")
+    kept = published(queue, cached, b"e", before=left[:1], session="chat")
+    queue.alloc(1, cached, {})
+    assert queue.alloc(2, cached, {})[0] == [left[2], left[1]]
+    assert queue.alloc(1, cached, {})[0] == other
+    assert queue.alloc(2, cached, {})[0] == [*kept, left[0]]
+
+
+def test_what_a_running_turn_uses_is_not_superseded() -> None:
+    queue, cached = BlockQueue(4), BlockMap()
+    queue.evict_by("adaptive", 4)
+    other = published(queue, cached, b"a")
+    used = published(queue, cached, b"b", b"c", session="chat")
+    queue.set_user("chat")
+    queue.retain(used)
+    queue.set_user(None)
+    published(queue, cached, b"d", session="chat")
+    queue.free(used)
+    assert queue.alloc(1, cached, {})[0] == other
+
+
+def test_sessions_that_were_not_used_say_nothing() -> None:
+    queue, cached = BlockQueue(4), BlockMap()
+    queue.set_user("chat")
+    queue.look_up(4, "chat")
+    queue.end_turn("chat", [], pause="user")
+    queue.evict_by("lru", 4)
+    blocks = published(queue, cached, b"a", b"b")
+    queue.end_turn(b"chat", blocks, is_last=True)
+    queue.end_turn(2**80, blocks)
+    queue.alloc(2, cached, {})
+    assert queue.alloc(2, cached, {})[0] == [blocks[1], blocks[0]]
 
 
 def test_blocks_without_a_hash_are_taken_before_those_of_a_policy() -> None:
@@ -345,6 +411,21 @@ MISUSE: dict[str, Misuse] = {
         lambda q, other: q.add_prompt(q.blocks, other.blocks[0]),
         IndexOwnershipError,
         STRANGE,
+    ),
+    "end a turn of another's": (
+        lambda q, other: q.end_turn("chat", other.blocks),
+        IndexOwnershipError,
+        STRANGE,
+    ),
+    "pause at the end": (
+        lambda q, _: q.end_turn("chat", [], pause="user", is_last=True),
+        ValueError,
+        "a session that ends does not pause, and pause is 'user'",
+    ),
+    "a session of 1.5": (
+        lambda q, _: q.set_user(1.5),  # type: ignore[arg-type]
+        TypeError,
+        "session must be a str, bytes or an int",
     ),
     "hash by md5": (lambda *_: BlockHasher("md5", 16), ConfigError, 'algorithm is "md5"'),
     "hash no tokens": (lambda *_: BlockHasher("sha256", 0), ConfigError, "block_size is 0"),

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Mutex;
 
 use kvpool::base::{BlockId, Id, widen};
-use kvpool::cache::PolicyKind;
+use kvpool::cache::{PolicyKind, SessionId};
 use kvpool::engines::{
-    BlockBytes, BlockHash, BlockMap, BlockTable, EvictionQueue, HashedBlocks, HashedTokens, NotTaken,
-    RunEnds, TakenBlocks, last_run,
+    AfterTurn, BlockBytes, BlockHash, BlockMap, BlockTable, EvictionQueue, HashedBlocks, HashedTokens,
+    NotTaken, RunEnds, TakenBlocks, last_run,
 };
 use proptest::prelude::*;
 
@@ -81,36 +81,117 @@ fn call() -> impl Strategy<Value = Call> {
     ]
 }
 
-/// What a naive policy knows of a block: the one before it in its prompt, and when it was used last.
+/// What a naive policy knows of a block: the one before it in its prompt, when it was used last, which session
+/// alone has used it, and whether it is used again.
 #[derive(Clone, Copy, Debug)]
 struct Naive {
     before: Option<BlockId>,
     used: usize,
+    user: Option<u8>,
+    is_ended: bool,
 }
+
+/// What a naive policy knows of a session: where its last turn ended, and what it does, if a turn has said so.
+#[derive(Clone, Copy, Debug, Default)]
+struct NaiveSession {
+    tail: Option<BlockId>,
+    ends: Option<bool>,
+}
+
+/// A request: its blocks, and the session of which it is a turn.
+type Running = (Vec<BlockId>, Option<u8>);
 
 /// An engine whose prompts are paths in a tree: the hash of a block is its path.
 struct Engine {
     table: BlockTable,
     hashed: BTreeMap<Vec<u8>, BlockId>,
     known: BTreeMap<BlockId, Naive>,
-    running: Vec<Vec<BlockId>>,
+    sessions: BTreeMap<u8, NaiveSession>,
+    running: Vec<Running>,
     now: usize,
+}
+
+fn session(number: u8) -> SessionId {
+    SessionId::new(u64::from(number) + 1)
 }
 
 impl Engine {
     fn new(policy: PolicyKind) -> Self {
         let mut table = BlockTable::new(COUNT);
         table.evict_by(policy, 64);
-        Self { table, hashed: BTreeMap::new(), known: BTreeMap::new(), running: Vec::new(), now: 0 }
+        let (hashed, known, sessions) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        Self { table, hashed, known, sessions, running: Vec::new(), now: 0 }
     }
 
-    fn forget(&mut self, block: BlockId) {
-        self.known.remove(&block);
-        self.hashed.retain(|_, other| *other != block);
+    /// A block that is no longer known is behind no other, and a turn ended before it.
+    fn unknow(&mut self, block: BlockId) {
+        let before = self.known.remove(&block).and_then(|gone| gone.before.map(|before| (before, gone.user)));
+        for (number, state) in &mut self.sessions {
+            if state.tail == Some(block) {
+                state.tail = before
+                    .filter(|(before, user)| *user == Some(*number) && self.known[before].user == *user)
+                    .map(|(before, _)| before);
+            }
+        }
         for other in self.known.values_mut() {
             other.before = other.before.filter(|&before| before != block);
         }
+    }
+
+    fn forget(&mut self, block: BlockId) {
+        self.unknow(block);
+        self.hashed.retain(|_, other| *other != block);
         self.table.take_hash(block);
+    }
+
+    /// Uses blocks for a request of a session, or of none.
+    fn retain(&mut self, blocks: &[BlockId], user: Option<u8>) {
+        self.table.set_user(user.map(session));
+        self.table.retain(blocks).unwrap();
+        self.table.set_user(None);
+        for block in blocks {
+            if let Some(known) = self.known.get_mut(block) {
+                let other = known.user.filter(|&other| user == Some(other));
+                *known = Naive { used: self.now, user: other, is_ended: false, ..*known };
+            }
+        }
+    }
+
+    /// The blocks from one to the beginning of its prompt, as far as they are known.
+    fn path(&self, from: Option<BlockId>) -> Vec<BlockId> {
+        std::iter::successors(from, |block| self.known[block].before).collect()
+    }
+
+    /// Ends a turn of a session.
+    fn end_turn(&mut self, number: u8, blocks: &[BlockId], ends: Option<bool>) {
+        let after = match ends {
+            None => AfterTurn::Unknown,
+            Some(false) => AfterTurn::Pause("user"),
+            Some(true) => AfterTurn::End,
+        };
+        self.table.end_turn(session(number), blocks, after);
+        let mut state = self.sessions.get(&number).copied().unwrap_or_default();
+        let last = blocks.iter().rev().copied().find(|block| self.known.contains_key(block));
+        let is_own = |engine: &Self, block: &BlockId| engine.known[block].user == Some(number);
+        let (old, new) = (self.path(state.tail), self.path(last));
+        if last.is_some_and(|last| !old.contains(&last)) {
+            for block in old {
+                if !new.contains(&block) && is_own(self, &block) && self.table.queue().contains(block) {
+                    self.known.get_mut(&block).unwrap().is_ended = true;
+                }
+            }
+            state.tail = last.filter(|last| is_own(self, last));
+        }
+        // A turn that says nothing leaves what another one has said meanwhile.
+        for said in [state.ends.filter(|_| last.is_some()), ends].into_iter().flatten() {
+            for block in self.path(state.tail) {
+                if is_own(self, &block) {
+                    self.known.get_mut(&block).unwrap().is_ended = said;
+                }
+            }
+        }
+        state.ends = ends.or(state.ends);
+        self.sessions.insert(number, state);
     }
 
     /// The known blocks that are free and have no known block behind them.
@@ -128,8 +209,11 @@ impl Engine {
         let (front, leaves) = (self.table.queue().front().unwrap(), self.leaves());
         let taken = self.table.pop().unwrap();
         if self.known.contains_key(&front) && !leaves.is_empty() {
+            let is_ended = |block: &BlockId| self.known[block].is_ended;
+            let has_ended = leaves.iter().any(is_ended);
+            let leaves: Vec<_> = leaves.into_iter().filter(|block| !has_ended || is_ended(block)).collect();
             assert!(leaves.contains(&taken), "{taken:?} is none of {leaves:?}");
-            if matches!(policy, PolicyKind::Lru) {
+            if has_ended || matches!(policy, PolicyKind::Lru) {
                 let used = |block: &BlockId| self.known[block].used;
                 assert_eq!(used(&taken), leaves.iter().map(used).min().unwrap());
             }
@@ -141,7 +225,7 @@ impl Engine {
         taken
     }
 
-    fn prompt(&mut self, path: &[u8], policy: PolicyKind) {
+    fn prompt(&mut self, path: &[u8], user: Option<u8>, policy: PolicyKind) {
         let hit = |len: &usize| self.hashed.get(&path[..*len]).copied();
         let mut blocks: Vec<BlockId> = (1..=path.len()).map_while(|len| hit(&len)).collect();
         let found = blocks.len();
@@ -149,31 +233,31 @@ impl Engine {
         if path.len() - found > self.table.queue().len() - free {
             return;
         }
-        self.table.retain(&blocks).unwrap();
-        for block in &blocks {
-            if let Some(known) = self.known.get_mut(block) {
-                known.used = self.now;
-            }
-        }
+        self.retain(&blocks, user);
         blocks.extend((found..path.len()).map(|_| self.take(policy)).collect::<Vec<_>>());
         for (len, &block) in (1..).zip(&blocks).skip(found) {
             self.table.set_hash(block, HashedTokens { hash: path[..len].into(), tokens: None });
             self.hashed.insert(path[..len].to_vec(), block);
             let before =
                 len.checked_sub(2).map(|at| blocks[at]).filter(|block| self.known.contains_key(block));
-            self.known.insert(block, Naive { before, used: self.now });
+            self.known.insert(block, Naive { before, used: self.now, user, is_ended: false });
         }
-        self.table.add_prompt(found.checked_sub(1).map(|at| blocks[at]), &blocks[found..]);
-        self.table.look_up(64 * path.len() as u64);
+        let before = found.checked_sub(1).map(|at| blocks[at]);
+        self.table.add_prompt(before, &blocks[found..], user.map(session));
+        self.table.look_up(64 * path.len() as u64, user.map(session));
         self.now += path.len();
-        self.running.push(blocks);
+        if let Some(state) = user.and_then(|number| self.sessions.get_mut(&number)) {
+            state.ends = None;
+        }
+        self.running.push((blocks, user));
     }
 }
 
 #[derive(Clone, Debug)]
 enum EngineStep {
-    Prompt(Vec<u8>),
-    End(prop::sample::Index),
+    Prompt(Vec<u8>, Option<u8>),
+    End(prop::sample::Index, Option<bool>),
+    Say(u8, bool),
     TakeHash(BlockId),
     Share(prop::sample::Index),
     Undo(usize),
@@ -181,8 +265,11 @@ enum EngineStep {
 
 fn engine_step() -> impl Strategy<Value = EngineStep> {
     prop_oneof![
-        6 => prop::collection::vec(0..3_u8, 1..5).prop_map(EngineStep::Prompt),
-        6 => any::<prop::sample::Index>().prop_map(EngineStep::End),
+        6 => (prop::collection::vec(0..3_u8, 1..5), prop::option::of(0..3_u8))
+            .prop_map(|(path, user)| EngineStep::Prompt(path, user)),
+        6 => (any::<prop::sample::Index>(), prop::option::of(any::<bool>()))
+            .prop_map(|(index, ends)| EngineStep::End(index, ends)),
+        1 => (0..3_u8, any::<bool>()).prop_map(|(number, ends)| EngineStep::Say(number, ends)),
         1 => block().prop_map(EngineStep::TakeHash),
         1 => any::<prop::sample::Index>().prop_map(EngineStep::Share),
         1 => (0..4_usize).prop_map(EngineStep::Undo),
@@ -198,20 +285,21 @@ proptest! {
         let mut engine = Engine::new(policy);
         for step in steps {
             match step {
-                EngineStep::Prompt(path) => engine.prompt(&path, policy),
-                EngineStep::End(index) if !engine.running.is_empty() => {
-                    let mut blocks = engine.running.swap_remove(index.index(engine.running.len()));
+                EngineStep::Prompt(path, user) => engine.prompt(&path, user, policy),
+                EngineStep::End(index, ends) if !engine.running.is_empty() => {
+                    let (mut blocks, user) = engine.running.swap_remove(index.index(engine.running.len()));
+                    if let Some(number) = user {
+                        engine.end_turn(number, &blocks, ends);
+                    }
                     blocks.reverse();
                     prop_assert_eq!(engine.table.release(&blocks, HashedBlocks::Last).dropped(), 0);
                 }
                 EngineStep::Share(index) if !engine.running.is_empty() => {
-                    let blocks = engine.running[index.index(engine.running.len())].clone();
-                    engine.table.retain(&blocks).unwrap();
-                    for block in &blocks {
-                        if let Some(known) = engine.known.get_mut(block) { known.used = engine.now; }
-                    }
-                    engine.running.push(blocks);
+                    let (blocks, _) = engine.running[index.index(engine.running.len())].clone();
+                    engine.retain(&blocks, None);
+                    engine.running.push((blocks, None));
                 }
+                EngineStep::Say(number, ends) => engine.end_turn(number, &[], Some(ends)),
                 EngineStep::TakeHash(block) => engine.forget(block),
                 EngineStep::Undo(count) => {
                     // What is given back is free, in front, and has kept its hash; the policy knows it no longer.
@@ -224,17 +312,14 @@ proptest! {
                     prop_assert!(engine.table.queue().iter().take(blocks.len()).eq(blocks.iter().copied()));
                     prop_assert_eq!(engine.table.queue().len(), before.len());
                     for block in blocks {
-                        engine.known.remove(&block);
-                        for other in engine.known.values_mut() {
-                            other.before = other.before.filter(|&before| before != block);
-                        }
+                        engine.unknow(block);
                     }
                 }
-                EngineStep::End(_) | EngineStep::Share(_) => {}
+                EngineStep::End(..) | EngineStep::Share(_) => {}
             }
         }
         // Everything can be taken, each block once.
-        for blocks in std::mem::take(&mut engine.running) {
+        for (blocks, _) in std::mem::take(&mut engine.running) {
             prop_assert_eq!(engine.table.release(&blocks, HashedBlocks::Last).dropped(), 0);
         }
         let taken: std::collections::BTreeSet<_> = (0..COUNT).map(|_| engine.take(policy)).collect();

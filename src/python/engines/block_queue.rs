@@ -8,14 +8,15 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
 use crate::base::{BlockId, Error, Id, try_with_capacity, widen};
-use crate::cache::PolicyKind;
-use crate::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
+use crate::cache::{PolicyKind, SessionId};
+use crate::engines::{AfterTurn, BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
 
 use super::block::{Block, BlockPlace, Objects, description_of, ownership_error};
 use super::block_map::BlockMap;
 use crate::python::args;
 use crate::python::debug::Debug;
 use crate::python::logging::Reporter;
+use crate::python::page_keys::name_of;
 use crate::python::pool_name::PoolName;
 
 /// Free blocks in the order in which they are used again, and all blocks: the numbers from 0 to `count`, all free,
@@ -156,8 +157,24 @@ impl BlockQueue {
     ///
     /// Args:
     ///     tokens: Tokens of the prompt.
-    fn look_up(&self, tokens: u64) {
-        self.lock().look_up(tokens);
+    ///     session: The session of which the request is a turn, by its name; `None` for none.
+    #[pyo3(signature = (tokens, session=None))]
+    fn look_up(&self, tokens: u64, session: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let session = session_of(session)?;
+        self.lock().look_up(tokens, session);
+        Ok(())
+    }
+
+    /// Tells the policy which session uses blocks from now on, by `retain` and `remove`; at first it is none. Blocks
+    /// that one session alone has used are those that its turns and its end can leave.
+    ///
+    /// Args:
+    ///     session: The name of the session; `None` for none.
+    #[pyo3(signature = (session))]
+    fn set_user(&self, session: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let session = session_of(session)?;
+        self.lock().set_user(session);
+        Ok(())
     }
 
     /// Tells the policy that blocks follow each other in a prompt. Those it knows stay as they are; a block without a
@@ -166,15 +183,59 @@ impl BlockQueue {
     /// Args:
     ///     blocks: The blocks.
     ///     before: The block before them; `None` at the beginning of a prompt.
+    ///     session: The name of the session of which the request is a turn; `None` for none.
     ///
     /// Raises:
     ///     IndexOwnershipError: If one is of another queue. Nothing is changed.
-    #[pyo3(signature = (blocks, before=None))]
-    fn add_prompt(&self, blocks: &Bound<'_, PyAny>, before: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    #[pyo3(signature = (blocks, before=None, session=None))]
+    fn add_prompt(
+        &self,
+        blocks: &Bound<'_, PyAny>,
+        before: Option<&Bound<'_, PyAny>>,
+        session: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         let numbers = self.numbers(blocks)?;
         let before =
             before.map(|block| self.numbers(PyList::new(block.py(), [block])?.as_any())).transpose()?;
-        self.lock().add_prompt(before.and_then(|before| before.first().copied()), &numbers);
+        let session = session_of(session)?;
+        self.lock().add_prompt(before.and_then(|before| before.first().copied()), &numbers, session);
+        Ok(())
+    }
+
+    /// Tells the policy that a turn of a session is over, before its blocks are freed. If it does not continue the turn
+    /// before, what only this session has used of that is taken first, down to the block where they part.
+    ///
+    /// Args:
+    ///     session: The name of the session.
+    ///     blocks: The blocks of the turn; none to say only what follows.
+    ///     pause: What the session waits for, such as "bash" or "user". The policy "adaptive" learns how long pauses of
+    ///         each kind are, in tokens looked up. 256 kinds are told apart.
+    ///     is_last: Whether the session ends: what only it has used is taken first.
+    ///
+    /// Raises:
+    ///     ValueError: If a session that ends pauses. Nothing is changed.
+    ///     IndexOwnershipError: If a block is of another queue. Nothing is changed.
+    #[pyo3(signature = (session, blocks, *, pause=None, is_last=false))]
+    fn end_turn(
+        &self,
+        session: &Bound<'_, PyAny>,
+        blocks: &Bound<'_, PyAny>,
+        pause: Option<&str>,
+        is_last: bool,
+    ) -> PyResult<()> {
+        let after = match (pause, is_last) {
+            (None, false) => AfterTurn::Unknown,
+            (Some(kind), false) => AfterTurn::Pause(kind),
+            (None, true) => AfterTurn::End,
+            (Some(kind), true) => {
+                return Err(PyValueError::new_err(format!(
+                    "a session that ends does not pause, and pause is '{kind}'"
+                )));
+            }
+        };
+        let session = SessionId::of_name(&name_of("session", Some(session))?);
+        let numbers = self.numbers(blocks)?;
+        self.lock().end_turn(session, &numbers, after);
         Ok(())
     }
 
@@ -358,6 +419,11 @@ impl BlockQueue {
     fn __len__(&self) -> usize {
         self.num_free_blocks()
     }
+}
+
+/// Returns the session with a name.
+fn session_of(name: Option<&Bound<'_, PyAny>>) -> PyResult<Option<SessionId>> {
+    name.map(|name| Ok(SessionId::of_name(&name_of("session", Some(name))?))).transpose()
 }
 
 fn too_few_blocks_error(asked: usize, free: usize) -> PyErr {
