@@ -102,10 +102,16 @@ def scheduler_of(engine: LLMEngine) -> Any:  # noqa: ANN401
 
 
 def run(
-    engine: LLMEngine, prompts: Sequence[Sequence[int]], tokens: int, prefix: str = ""
+    engine: LLMEngine,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    prefix: str = "",
+    extra_args: dict[str, Any] | None = None,
 ) -> tuple[dict[str, list[int]], int]:
     """The greedy tokens for each prompt by its number, and how many steps they took."""
-    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    greedy = SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra_args
+    )
     for number, prompt in enumerate(prompts):
         engine.add_request(f"{prefix}{number}", {"prompt_token_ids": list(prompt)}, greedy)
     found: dict[str, list[int]] = {}

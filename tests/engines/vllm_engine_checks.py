@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from nano_models import make
 from vllm.config import KVEventsConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -37,6 +38,7 @@ from kvpool.errors import ConfigError
 from kvpool.integrations.vllm import tokens
 from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
 from kvpool.integrations.vllm.kv_cache_manager import EVICTION, KvpoolKVCacheManager
+from kvpool.integrations.vllm.turns import END, PAUSE, SESSION, turn_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,7 +193,9 @@ def test_a_policy_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     for on in (False, True):
         engine = make_engine(place, kvpool=on, **options)
         trace = Trace(engine)
-        answers.append([run(engine, prompts(seed), TOKENS, f"{seed}-")[0] for seed in (1, 2, 1)])
+        # Turns of one session side by side, which are preempted.
+        said = {SESSION: "chat", PAUSE: "user"}
+        answers.append([run(engine, prompts(seed), TOKENS, f"{seed}-", said)[0] for seed in (1, 2, 1)])
         assert trace.cached_tokens > 0
         assert trace.preemptions > 0
         engine.engine_core.shutdown()
@@ -238,6 +242,176 @@ def test_a_policy_finds_what_vllm_s_order_has_evicted(
     own, learned = (found_by(policy, collects, monkeypatch, **options) for policy in ("lru", "adaptive"))
     assert own == 0  # the blocks of 24 prompts are taken between two turns, and there are those of 12
     assert learned > 0.2 * 12 * 25 * 200
+
+
+class Sessions:
+    """An engine whose cache has 40 blocks of 16 tokens, and what it finds of the prompts of sessions."""
+
+    def __init__(self, policy: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:  # noqa: ANN401
+        monkeypatch.setenv(EVICTION, policy)
+        self.engine = make_engine(
+            make(MODELS, "smallest"),
+            kvpool=True,
+            distributed_executor_backend=StubExecutor,
+            block_size=16,
+            num_gpu_blocks_override=41,  # one is vLLM's null block
+            max_model_len=600,
+            **options,
+        )
+        self.pool: KvpoolBlockPool = scheduler_of(self.engine).kv_cache_manager.block_pool
+        self._trace, self._requests = Trace(self.engine), 0
+
+    def found(self, prompt: list[int], said: dict[str, Any] | None = None, tokens: int = 1) -> int:
+        """The tokens of a prompt that are found. It is computed, and says something of its session."""
+        self._requests += 1
+        before = self._trace.cached_tokens
+        run(self.engine, [prompt], tokens, f"{self._requests}-", said)
+        return self._trace.cached_tokens - before
+
+    def cached(self, prompt: list[int]) -> int:
+        """The tokens of a prompt that are found by a request of no session."""
+        return self.found(prompt, {"else": 1})
+
+
+def unique(number: int, count: int = 160) -> list[int]:
+    """Tokens like no others."""
+    return [4 + (number * 997 + at * at) % 900 for at in range(count)]
+
+
+SPECIAL: dict[str, tuple[bool, dict[str, Any]]] = {
+    "plain": (False, {}),
+    "asynchronous": (False, {"asynchronous": True}),
+    "metrics": (True, {}),
+    "chunks": (False, {"max_num_batched_tokens": 64}),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_with_a_policy_what_ended_sessions_leave_goes_first(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collects, options = SPECIAL[name]
+    found = {}
+    for said in (False, True):
+        sessions = Sessions("adaptive", monkeypatch, **options)
+        if collects:
+            sessions.pool.metrics_collector = KVCacheMetricsCollector()
+        chat, shared = unique(0, 161), unique(1, 32)
+        sessions.found(chat, {SESSION: 0, PAUSE: "user"} if said else None)
+        for number in range(2, 12):
+            agent = [*shared, *unique(number, 100)]
+            sessions.found(agent, {SESSION: f"agent {number}", PAUSE: "tool"} if said else None)
+            # The last turn has one token more, and the prefix that all have in common is no one's.
+            agent = [*agent, 4, 5]
+            ends = {SESSION: f"agent {number}", END: 1}
+            assert sessions.found(agent, ends if said else None, tokens=20) == 128
+        found[said] = sessions.found(chat), sessions.found([*shared, 4])
+        sessions.engine.engine_core.shutdown()
+    assert found == {False: (0, 32), True: (160, 32)}
+
+
+def test_with_a_policy_a_turn_leaves_what_it_does_not_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = Sessions("adaptive", monkeypatch)
+    chat, other = unique(0, 320), unique(1, 161)
+    sessions.found(other)
+    sessions.found([*chat, 4], {SESSION: "chat"})
+    # The context is compacted to its beginning and a summary.
+    assert sessions.found([*chat[:160], *unique(2, 61)], {SESSION: "chat", END: False}) == 160
+    sessions.found(unique(3, 272))
+    assert sessions.found(other) == 160
+    assert sessions.found([*chat, 4]) == 160
+    sessions.engine.engine_core.shutdown()
+
+
+def test_with_a_policy_a_short_request_ends_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = Sessions("adaptive", monkeypatch)
+    chat, other = unique(0, 161), unique(1, 161)
+    sessions.found(other)
+    sessions.found(chat, {SESSION: "chat", PAUSE: "user"})
+    sessions.found([4], {SESSION: "chat", END: True})
+    sessions.found(unique(2, 400))
+    assert sessions.found(other) == 160
+    # So does one that is given up before it runs.
+    chat = unique(3, 161)
+    sessions.found(chat, {SESSION: "chat", PAUSE: "user"})
+    ends = SamplingParams(max_tokens=1, extra_args={SESSION: "chat", END: True})
+    sessions.engine.add_request("gone", {"prompt_token_ids": [4]}, ends)
+    sessions.engine.abort_request(["gone"])
+    sessions.found(unique(4, 400))
+    assert sessions.found(other) == 160
+    assert sessions.found(chat) == 0
+    sessions.engine.engine_core.shutdown()
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no session": ({PAUSE: "user"}, f"{SESSION} is None; it must be a str of 1 to 256 characters, or an int"),
+    "an empty session": ({SESSION: ""}, f"{SESSION} is ''; it must be a str"),
+    "a long session": ({SESSION: "x" * 257}, f"{SESSION} is '{'x' * 79}...; it must be a str"),
+    "a strange session": ({SESSION: "\ud800"}, f"{SESSION} is .*; it must be a str"),
+    "a real session": ({SESSION: 1.5}, f"{SESSION} is 1.5; it must be a str"),
+    "a true session": ({SESSION: True}, f"{SESSION} is True; it must be a str"),
+    "a list of sessions": ({SESSION: ["a"]}, rf"{SESSION} is \['a'\]; it must be a str"),
+    "a pause of 3": ({SESSION: 1, PAUSE: 3}, f"{PAUSE} is 3; it must be a str of 1 to 64 characters"),
+    "a long pause": ({SESSION: 1, PAUSE: "x" * 65}, f"{PAUSE} is 'x*'; it must be a str of 1 to 64"),
+    "an end in words": ({SESSION: 1, END: "yes"}, f"{END} is 'yes'; it must be true or false"),
+    "an end of 2": ({SESSION: 1, END: 2}, f"{END} is 2; it must be true or false"),
+    "a list of ends": ({SESSION: 1, END: [1]}, rf"{END} is \[1\]; it must be true or false"),
+    "a pause at the end": (
+        {SESSION: 1, PAUSE: "user", END: 1},
+        f"{PAUSE} is 'user'; it must be left out with",
+    ),
+    "another name": ({"kvpool_sesion": 1}, "kvpool_sesion is 1; it is none of those that kvpool has"),
+}
+
+
+def test_with_a_policy_wrong_arguments_fail_their_request_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sessions = Sessions("adaptive", monkeypatch)
+    prompt = unique(0, 33)
+    for said, wrong in WRONG.values():
+        with pytest.raises(VLLMValidationError, match=wrong):
+            sessions.found(prompt, said)
+        # vLLM has noted the request before it fails, if the engine is in this process.
+        sessions.engine.abort_request([f"{sessions._requests}-0"])
+        assert not sessions.engine.has_unfinished_requests()
+    assert sessions.found(prompt) == 0, "none has come to the scheduler"
+    sessions.engine.engine_core.shutdown()
+    # Where a request comes to the scheduler without that check, it counts as one of no session.
+    for said, _ in WRONG.values():
+        assert turn_of(mock.Mock(sampling_params=SamplingParams(extra_args=said))) is None
+    assert [record.name for record in caplog.records if "kvpool_*" in record.getMessage()] == ["kvpool"]
+
+
+def test_with_a_policy_the_process_of_an_engine_outlives_wrong_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("VLLM_ENABLE_V1_MULTIPROCESSING", "1"), ("VLLM_PLUGINS", "kvpool")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(EVICTION, "adaptive")
+    engine = make_engine(
+        make(MODELS, "smallest"), kvpool=False, distributed_executor_backend=StubExecutor, block_size=16
+    )
+    ends = []
+    for said in ({SESSION: ""}, {SESSION: "chat", END: True}, {PAUSE: "user"}, None):
+        params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, extra_args=said)
+        engine.add_request(f"{said}", {"prompt_token_ids": [4, 5]}, params)
+        while engine.has_unfinished_requests():
+            ends += [output.outputs[0].finish_reason for output in engine.step()]
+    engine.engine_core.shutdown()
+    assert ends == ["error", "length", "error", "length"]
+
+
+def test_without_a_policy_sessions_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = Sessions("lru", monkeypatch)
+    chat, other = unique(0, 161), unique(1, 161)
+    sessions.found(other)
+    sessions.found(chat, {SESSION: "chat", END: True})
+    for said, _ in WRONG.values():
+        sessions.found([4], said)
+    sessions.found(unique(2, 400))
+    assert sessions.found(other) == 80  # the first that was freed, and not what has ended
+    sessions.engine.engine_core.shutdown()
 
 
 @pytest.mark.parametrize(

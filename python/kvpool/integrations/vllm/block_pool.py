@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool._kvpool import BlockMap, BlockQueue
 from kvpool.integrations.vllm.seams import BLOCK_POOL, VLLM
+from kvpool.integrations.vllm.turns import turn_of
 
 VLLM.require(BLOCK_POOL)
 
@@ -87,16 +88,19 @@ class KvpoolBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no types her
                 blocks[new], hashes[new], kv_cache_group_id, (num_cached_blocks + 1) * block_size, block_size,
                 block_mask, self.cached_block_hashes_by_block,
             ):  # fmt: skip
-                self._add_prompt(blocks, num_cached_blocks, num_full_blocks)
+                self._add_prompt(request, blocks, num_cached_blocks, num_full_blocks)
                 return
         super().cache_full_blocks(
             request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
         )
-        self._add_prompt(blocks, num_cached_blocks, num_full_blocks)
+        self._add_prompt(request, blocks, num_cached_blocks, num_full_blocks)
 
-    def _add_prompt(self, blocks: list[Block], start: int, end: int) -> None:
+    def _add_prompt(self, request: Request, blocks: list[Block], start: int, end: int) -> None:
         if self._learns and start < end:
-            self.free_block_queue.add_prompt(blocks[start:end], blocks[start - 1] if start else None)
+            turn = turn_of(request)
+            self.free_block_queue.add_prompt(
+                blocks[start:end], blocks[start - 1] if start else None, turn and turn.session
+            )
 
     def get_new_blocks(self, num_blocks: int) -> list[Block]:
         """Allocate blocks. They lose their hashes."""

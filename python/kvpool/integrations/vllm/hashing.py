@@ -2,15 +2,21 @@
 
 vLLM serializes and hashes block after block in Python. `BlockHasher` writes the same bytes in Rust. Requests
 whose hashes cover more than tokens (images, LoRA, a salt, embeddings, tokens ahead) go vLLM's way.
+
+vLLM hashes a request when it receives it, before the scheduler has it, and fails it alone if that fails: what
+it says of its session is checked there.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from kvpool._kvpool import BlockHasher
 from kvpool.integrations.seams import EngineMismatchError
+from kvpool.integrations.vllm.kv_cache_manager import EVICTION
 from kvpool.integrations.vllm.seams import HASHES, VLLM
+from kvpool.integrations.vllm.turns import check
 
 VLLM.require(HASHES)
 
@@ -44,7 +50,7 @@ def get_request_block_hasher(
     own: Callable[[Request], list[bytes]] = _own(hash_block_size, caching_hash_fn, *lookahead)
     name = next((each for each in _ALGORITHMS if getattr(hashing, each, None) is caching_hash_fn), None)
     if name is None or any(lookahead):
-        return own
+        return _checking(own)
     hasher = BlockHasher(name, hash_block_size)
     _compare(hasher, caching_hash_fn, hash_block_size)
     hashes = hasher.hashes
@@ -66,7 +72,22 @@ def get_request_block_hasher(
 
     # For `tokens`, which asks only once a block is full.
     request_block_hasher.kvpool_block_size = hash_block_size  # type: ignore[attr-defined]
-    return request_block_hasher
+    return _checking(request_block_hasher)
+
+
+def _checking(hasher: Callable[[Request], list[bytes]]) -> Callable[[Request], list[bytes]]:
+    """Return a hasher that refuses requests with wrong arguments of kvpool, if a policy learns from them."""
+    if os.environ.get(EVICTION, "lru") == "lru":
+        return hasher
+
+    def checking_hasher(request: Request) -> list[bytes]:
+        if not request.block_hashes:
+            check(request)
+        return hasher(request)
+
+    if size := getattr(hasher, "kvpool_block_size", 0):
+        checking_hasher.kvpool_block_size = size  # type: ignore[attr-defined]
+    return checking_hasher
 
 
 def _compare(hasher: BlockHasher, function: Callable[[Any], bytes], block_size: int) -> None:

@@ -12,22 +12,28 @@ from kvpool.errors import ConfigError
 from kvpool.integrations.vllm.finders import find_in_one_call
 from kvpool.integrations.vllm.quiet import is_plain, quiet_of
 from kvpool.integrations.vllm.seams import STEPS, VLLM
+from kvpool.integrations.vllm.turns import turn_of
 
 VLLM.require(STEPS)
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager  # noqa: E402
+from vllm.v1.request import RequestStatus  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from vllm.v1.request import Request
 
+    from kvpool._kvpool import BlockQueue
     from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
 
 __all__ = ["EVICTION", "KvpoolKVCacheManager"]
 
 EVICTION = "KVPOOL_VLLM_EVICTION"
 """The environment variable that names the policy by which blocks are evicted."""
+
+
+_BROKEN_OFF = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 
 
 class _NoBlocks(KVCacheBlocks):  # type: ignore[misc]  # vLLM has no types here
@@ -57,14 +63,15 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
         # those below which it changes no hash.
         self._quiet_below: dict[str, tuple[int, int]] = {}
         self._only: Any = managers[0] if len(managers) == 1 and is_plain(managers[0]) else None
-        self._look_up = self._evict_by(os.environ.get(EVICTION, "lru"))
+        # What learns from requests; `None` with vLLM's own order.
+        self._learner = self._evict_by(os.environ.get(EVICTION, "lru"))
         count_unused = self.block_pool.free_block_queue.count_unused
         for manager in managers:
             manager._get_num_evictable_blocks = count_unused  # noqa: SLF001
         find_in_one_call(self.coordinator)
 
-    def _evict_by(self, policy: str) -> Callable[[int], None] | None:
-        """Evict by a policy of kvpool, and return what tells it of look-ups; `None` for vLLM's own order."""
+    def _evict_by(self, policy: str) -> BlockQueue | None:
+        """Evict by a policy of kvpool, and return the queue that has it; `None` for vLLM's own order."""
         if policy == "lru" or not self.enable_caching:
             return None
         if self._only is None:
@@ -74,8 +81,7 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
             )
         pool: KvpoolBlockPool = self.block_pool
         pool.evict_by(policy, self._only.block_size)
-        look_up: Callable[[int], None] = pool.free_block_queue.look_up
-        return look_up
+        return pool.free_block_queue
 
     def allocate_slots(  # noqa: PLR0913, PLR0917 - vLLM's signature
         self,
@@ -110,13 +116,21 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
                         return self.empty_kv_cache_blocks
                     if self._only is not None:
                         return self._step(request, tokens, num_lookahead_tokens, quiet[1])
-        blocks = super().allocate_slots(
-            request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens,
-            num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, full_sequence_must_fit,
-            reserved_blocks, has_scheduled_reqs, skip_zeroing_group_ids,
-        )  # fmt: skip
-        if blocks is not None and self._look_up and new_computed_blocks is not None:
-            self._look_up(request.num_tokens)
+        learner = None if new_computed_blocks is None else self._learner
+        turn = None if learner is None else turn_of(request)
+        if learner is not None and turn is not None:
+            learner.set_user(turn.session)
+        try:
+            blocks = super().allocate_slots(
+                request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens,
+                num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, full_sequence_must_fit,
+                reserved_blocks, has_scheduled_reqs, skip_zeroing_group_ids,
+            )  # fmt: skip
+        finally:
+            if learner is not None and turn is not None:
+                learner.set_user(None)
+        if blocks is not None and learner is not None:
+            learner.look_up(request.num_tokens, turn and turn.session)
         if blocks is not None and is_step:
             self._note(request)
         else:
@@ -169,10 +183,20 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
 
     def free(self, request: Request) -> None:
         """Free the blocks of a request."""
-        self._quiet_below.pop(request.request_id, None)
+        self._forget(request)
         super().free(request)
 
     def pop_blocks_for_free(self, request: Request) -> list[Any]:
         """Return the blocks of a request, which is forgotten."""
-        self._quiet_below.pop(request.request_id, None)
+        self._forget(request)
         return super().pop_blocks_for_free(request)  # type: ignore[no-any-return]
+
+    def _forget(self, request: Request) -> None:
+        """Forget a request, which still has its blocks. A turn of a session ends, unless it is preempted."""
+        self._quiet_below.pop(request.request_id, None)
+        if self._learner is None or not request.is_finished() or (turn := turn_of(request)) is None:
+            return
+        # Of a turn that was broken off is known that it was the last one, and not what the session waits for.
+        pause = None if request.status in _BROKEN_OFF else turn.pause
+        blocks = self._only.req_to_blocks.get(request.request_id, ())
+        self._learner.end_turn(turn.session, blocks, pause=pause, is_last=turn.is_last)

@@ -228,6 +228,14 @@ STEPS: Seams = {
 }
 """The methods that `kv_cache_manager` and `quiet` rely on or replace."""
 
+TURNS: Seams = {
+    "vllm.exceptions.VLLMValidationError": {"__init__": "(self, message, *, parameter=None, value=None)"},
+    "vllm.sampling_params.SamplingParams": {},
+    "vllm.v1.request.Request": {"is_finished": "(self)"},
+    "vllm.v1.request.RequestStatus": {},
+}
+"""What `turns` and `kv_cache_manager` rely on to know the turns of sessions."""
+
 _TOKENS = {
     "_make_cached_request_data": "(self, running_reqs, resumed_reqs, num_scheduled_tokens, "
     "spec_decode_tokens, req_to_new_blocks)",
