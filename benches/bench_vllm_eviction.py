@@ -1,6 +1,7 @@
 """What a whole vLLM finds of the prompts of a trace, by its own order of eviction and by kvpool's policies.
 
-`make bench-vllm-eviction` runs it with Mooncake's conversation trace; any trace that names the blocks of its
+`make bench-vllm-eviction` runs it with Mooncake's conversation trace, and with agents of `kvpool replay`, who
+also say of which session a request is a turn and what follows it; any trace that names the blocks of its
 prompts will do. A block of the trace is one of 16 tokens here, so that all sizes are a 32nd of those of the
 trace. The model takes no time, and prompts come one after the other: what is found depends on the order of
 eviction alone.
@@ -12,6 +13,7 @@ import argparse
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from harness import machine
 from nano_models import make
@@ -20,7 +22,14 @@ from rich.table import Table
 from vllm_engine import MODELS, StubExecutor, Trace, make_engine, run
 
 from kvpool.integrations.vllm.kv_cache_manager import EVICTION
+from kvpool.integrations.vllm.turns import END, PAUSE, SESSION
+from kvpool.tools.policies import WITH_SESSIONS
 from kvpool.tools.traces import read_trace
+from kvpool.tools.traces.agents import agents_trace, parse_agents
+from kvpool.tools.traces.trace import END as NONE_FOLLOWS
+
+if TYPE_CHECKING:
+    from kvpool.tools.traces.trace import Trace as Requests
 
 BLOCK, WORDS = 16, 1000
 """Tokens in a block, and how many of them there are."""
@@ -35,12 +44,27 @@ def tokens_of(block: int) -> list[int]:
     return digits
 
 
-def found(prompts: list[list[int]], blocks: int, policy: str) -> tuple[int, float]:
+def said(trace: Requests) -> list[dict[str, Any] | None]:
+    """What each request says of its session, if the trace knows of sessions."""
+    if trace.contexts is None or trace.followed_by is None:
+        return [None] * len(trace)
+    says: list[dict[str, Any] | None] = []
+    for context, follows in zip(trace.contexts.tolist(), trace.followed_by.tolist(), strict=True):
+        more = {END: True} if follows == NONE_FOLLOWS else {PAUSE: follows} if follows else {}
+        says.append({SESSION: context, **more})
+    return says
+
+
+def found(
+    prompts: list[list[int]], says: list[dict[str, Any] | None], blocks: int, policy: str
+) -> tuple[int, float]:
     """The tokens of all prompts that were found, and the seconds of the run.
 
-    `policy` is vllm for vLLM's own classes, or one of kvpool's.
+    `policy` is vllm for vLLM's own classes, one of kvpool's, or adaptive+sessions, with what requests say.
     """
-    os.environ[EVICTION] = policy
+    # Of a prompt that is longer than the cache, what fits.
+    prompts = [[*prompt[:-1][: (blocks - 1) * BLOCK], prompt[-1]] for prompt in prompts]
+    os.environ[EVICTION] = policy.removesuffix("+sessions")
     engine = make_engine(
         make(MODELS, "smallest"),
         kvpool=policy != "vllm",
@@ -52,8 +76,8 @@ def found(prompts: list[list[int]], blocks: int, policy: str) -> tuple[int, floa
     )
     trace = Trace(engine)
     begun = time.perf_counter()
-    for number, prompt in enumerate(prompts):
-        run(engine, [prompt], 1, f"{number}-")
+    for number, (prompt, arguments) in enumerate(zip(prompts, says, strict=True)):
+        run(engine, [prompt], 1, f"{number}-", arguments if policy == WITH_SESSIONS else None)
     took = time.perf_counter() - begun
     engine.engine_core.shutdown()
     return trace.cached_tokens, took
@@ -62,17 +86,22 @@ def found(prompts: list[list[int]], blocks: int, policy: str) -> tuple[int, floa
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=Path, nargs="?")
+    parser.add_argument("--agents", metavar="SPEC", help="agents of `kvpool replay` in the place of a trace")
+    parser.add_argument("--seed", type=int, default=0, help="of the agents")
     parser.add_argument(
         "--capacity", default="0.5,1,2,4.1", help="sizes of the cache, in million tokens of the trace"
     )
     parser.add_argument("--policies", default="vllm,adaptive")
     asked = parser.parse_args()
-    trace = read_trace(asked.trace)
+    if (asked.trace is None) == (asked.agents is None):
+        parser.error("name a trace or --agents")
+    trace = agents_trace(parse_agents(asked.agents), asked.seed) if asked.agents else read_trace(asked.trace)
     # vLLM computes the last token of a prompt whatever it finds.
     prompts = [
-        [token for block in blocks for token in tokens_of(int(block))] + [4] for blocks in trace.blocks
+        [token for block in blocks for token in tokens_of(int(block))] + [4] for blocks in trace.all_blocks()
     ]
+    says = said(trace)
     whole = sum(map(len, prompts))
     about = "; ".join(f"{key}: {value}" for key, value in machine().items())
     table = Table(title=f"{trace.name}, found by a vLLM; {about}")
@@ -81,10 +110,10 @@ def main() -> None:
     for capacity in map(float, asked.capacity.split(",")):
         own = 0
         for policy in asked.policies.split(","):
-            tokens, took = found(prompts, int(capacity * 1e6) // trace.block_size, policy)
+            tokens, took = found(prompts, says, int(capacity * 1e6) // trace.block_size, policy)
             own = own or tokens
             table.add_row(
-                f"{capacity:g}", policy, f"{tokens / whole:.1%}", f"{tokens / own:.2f}", f"{took:.0f}"
+                f"{capacity:g}", policy, f"{tokens / whole:.2%}", f"{tokens / own:.2f}", f"{took:.0f}"
             )
     Console().print(table)
 
