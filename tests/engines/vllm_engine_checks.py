@@ -17,6 +17,7 @@ from vllm.sampling_params import RepetitionDetectionParams, SamplingParams, Stru
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 from vllm_engine import (
     MODELS,
     REQUESTS,
@@ -340,6 +341,33 @@ def test_with_a_policy_a_short_request_ends_a_session(monkeypatch: pytest.Monkey
     sessions.found(unique(4, 400))
     assert sessions.found(other) == 160
     assert sessions.found(chat) == 0
+    sessions.engine.engine_core.shutdown()
+
+
+def test_with_a_policy_a_turn_ends_with_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = Sessions("adaptive", monkeypatch)
+    said = SamplingParams(max_tokens=9, ignore_eos=True, extra_args={SESSION: "chat", PAUSE: "user"})
+    sessions.engine.add_request("chat", {"prompt_token_ids": unique(0, 40)}, said)
+    sessions.engine.step()
+    scheduler, learner = scheduler_of(sessions.engine), mock.Mock()
+    manager: KvpoolKVCacheManager = scheduler.kv_cache_manager
+    [request] = scheduler.requests.values()
+    blocks = list(manager.get_blocks(request.request_id).blocks[0])
+    assert len(blocks) == 3
+    own = manager._learner
+    manager._learner = learner
+    for status in (
+        RequestStatus.RUNNING,  # while it is preempted
+        RequestStatus.FINISHED_ABORTED,
+        RequestStatus.FINISHED_ERROR,
+        RequestStatus.FINISHED_STOPPED,
+    ):
+        request.status = status
+        manager._forget(request)
+    request.status, manager._learner = RequestStatus.RUNNING, own
+    assert learner.mock_calls == [
+        mock.call.end_turn("chat", blocks, pause=pause, is_last=False) for pause in (None, None, "user")
+    ]
     sessions.engine.engine_core.shutdown()
 
 

@@ -65,5 +65,6 @@ def test_a_whole_vllm_makes_the_same_steps_on_kvpool() -> None:
         "every_step_is_the_same[llama]",
         "random_requests_are_scheduled_the_same[True-True-WindowExecutor]",
         "a_policy_finds_what_vllm_s_order_has_evicted[plain]",
+        "with_a_policy_what_ended_sessions_leave_goes_first[plain]",
     )
     assert vllm_engine_runs.run("0.33", *(f"{file}::test_{case}" for case in cases)) == len(cases)
