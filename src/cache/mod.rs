@@ -20,6 +20,7 @@
 
 #![forbid(unsafe_code)]
 
+mod block_keys;
 mod group_tree;
 mod journal;
 mod keys;

@@ -83,7 +83,7 @@ impl Powers {
 const NAMES: u64 = 0x1a2c_95f1_e37b_4d86;
 
 /// Computes rolling hashes.
-pub(super) struct RollingHasher {
+pub(crate) struct RollingHasher {
     powers: Powers,
     /// The powers of the inverse of the base.
     inverse: Powers,
@@ -91,11 +91,11 @@ pub(super) struct RollingHasher {
 
 /// The hash of a prefix: the value of the polynomial over its tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct RollingHash(u64);
+pub(crate) struct RollingHash(u64);
 
 impl RollingHash {
     /// Returns the key of the block that ends here, in which all bits of the hash are mixed.
-    pub(super) const fn key(self) -> BlockKey {
+    pub(crate) const fn key(self) -> BlockKey {
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         BlockKey::new(mixed ^ (mixed >> 31))
@@ -104,7 +104,7 @@ impl RollingHash {
 
 /// The hash of a prefix whose end moves.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Cursor<'a> {
+pub(crate) struct Cursor<'a> {
     hasher: &'a RollingHasher,
     hash: u64,
     /// The base to the power of the length.
@@ -113,7 +113,7 @@ pub(super) struct Cursor<'a> {
 
 impl RollingHasher {
     /// Creates the hasher that names prefixes.
-    pub(super) fn of_names() -> Self {
+    pub(crate) fn of_names() -> Self {
         Self::new(NAMES)
     }
 
@@ -128,12 +128,12 @@ impl RollingHasher {
     }
 
     /// Returns the hash of the empty prefix of a namespace.
-    pub(super) const fn start(namespace: NamespaceHash) -> RollingHash {
+    pub(crate) const fn start(namespace: NamespaceHash) -> RollingHash {
         RollingHash(namespace.number() % PRIME)
     }
 
     /// Creates a cursor at the end of a prefix of `len` tokens.
-    pub(super) fn cursor(&self, hash: RollingHash, len: usize) -> Cursor<'_> {
+    pub(crate) fn cursor(&self, hash: RollingHash, len: usize) -> Cursor<'_> {
         Cursor { hasher: self, hash: hash.0, factor: self.powers.get(len) }
     }
 
@@ -163,7 +163,7 @@ impl fmt::Debug for RollingHasher {
 
 impl Cursor<'_> {
     /// Adds `tokens` at the end of the prefix.
-    pub(super) fn push(&mut self, tokens: &[i32]) {
+    pub(crate) fn push(&mut self, tokens: &[i32]) {
         for block in tokens.chunks(DIGIT - 1) {
             self.hash = plus(self.hash, times(self.factor, self.hasher.block(block)));
             self.factor = times(self.factor, self.hasher.powers.0[0][block.len()]);
@@ -171,14 +171,14 @@ impl Cursor<'_> {
     }
 
     /// Removes `tokens`, which are the last ones of the prefix.
-    pub(super) fn pop(&mut self, tokens: &[i32]) {
+    pub(crate) fn pop(&mut self, tokens: &[i32]) {
         for block in tokens.rchunks(DIGIT - 1) {
             self.factor = times(self.factor, self.hasher.inverse.0[0][block.len()]);
             self.hash = plus(self.hash, PRIME - times(self.factor, self.hasher.block(block)));
         }
     }
 
-    pub(super) const fn hash(&self) -> RollingHash {
+    pub(crate) const fn hash(&self) -> RollingHash {
         RollingHash(self.hash)
     }
 }

@@ -10,6 +10,7 @@ use super::{
     History, Kind, Namespace, Node, NodeId, Outlook, PageHash, Policy, RollingHash, ShortVec, Tick, Tree,
     is_below,
 };
+use crate::cache::block_keys::visit_ends_back;
 
 /// The number of entries in the histogram of ages: one for each power of two of tokens.
 pub const AGE_BUCKETS: usize = 40;
@@ -205,19 +206,19 @@ impl Tree {
         if until < end {
             self.evictions.record(hash.key(), history.used, self.now, reason);
         }
-        let (mut at, mut key) = (end, end - end % self.remembered_every);
-        if keep > 0 || key > until {
+        let every = self.remembered_every;
+        if keep > 0 || end - end % every > until {
             let mut cursor = self.rolling.cursor(hash, end);
-            while key > until {
-                cursor.pop(&here.tokens[key - begin..at - begin]);
+            let (policy, evictions) = (&mut self.queues.policy, &mut self.evictions);
+            let now = self.now;
+            let at = visit_ends_back(&mut cursor, end, &here.tokens, until, every, |at, key| {
                 if reason.cause.pressure != Pressure::Clear {
-                    self.queues.policy.record_eviction(cursor.hash().key(), &history, self.now);
+                    policy.record_eviction(key, &history, now);
                 }
-                if key < end {
-                    self.evictions.record(cursor.hash().key(), history.used, self.now, reason);
+                if at < end {
+                    evictions.record(key, history.used, now, reason);
                 }
-                (at, key) = (key, key - self.remembered_every);
-            }
+            });
             cursor.pop(&here.tokens[until - begin..at - begin]);
             hash = cursor.hash();
         }

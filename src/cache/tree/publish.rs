@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use crate::base::{Page, Result, check_memory, widen};
 
 use super::{History, Hold, Kind, Node, NodeId, RollingHash, Tokens, Tree, TreePosition, narrow};
-use crate::cache::Remembered;
+use crate::cache::block_keys::{NewPages, PageAndBlock, record_published};
 
 /// The tokens after a hold that others have cached already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,38 +30,8 @@ impl FoundPrefix {
     }
 }
 
-/// New pages that share a history.
-pub(super) struct Segment {
-    pub(super) pages: usize,
-    /// The policy's record of an earlier stay of the pages in the cache.
-    pub(super) remembered: Remembered,
-    pub(super) hash: RollingHash,
-}
-
 /// Bytes that are not checked for.
 const FEW: usize = 1 << 14;
-
-/// The number of keys that the policy gets together.
-const BATCH: usize = 32;
-
-#[derive(Default)]
-struct Segments(Vec<Segment>);
-
-impl Segments {
-    /// Returns what is remembered of the last page.
-    fn last(&self) -> Remembered {
-        self.0.last().map_or(Remembered::default(), |last| last.remembered)
-    }
-
-    /// Adds pages, to the last segment if the policy remembers the same of them.
-    fn add(&mut self, pages: usize, remembered: Remembered, hash: RollingHash) {
-        match self.0.last_mut().filter(|last| last.remembered == remembered) {
-            _ if pages == 0 => (),
-            Some(last) => (last.pages, last.hash) = (last.pages + pages, hash),
-            None => self.0.push(Segment { pages, remembered, hash }),
-        }
-    }
-}
 
 impl Tree {
     /// Looks up how many of `tokens`, which follow the hold, are cached already.
@@ -119,7 +89,7 @@ impl Tree {
         // There is usually one segment, which takes over the vector without a copy.
         let is_one = segments.len() == 1;
         let (mut tokens, mut begin, mut pages) = (tokens, 0, pages);
-        for Segment { pages: count, remembered, hash } in segments {
+        for NewPages { pages: count, remembered, hash } in segments {
             let (part, later_pages) = pages.split_at(count);
             let end = begin + count * self.page_size;
             let part_tokens =
@@ -146,42 +116,12 @@ impl Tree {
     }
 
     /// Divides new tokens after `node` into segments by what the policy remembers of them.
-    pub(super) fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<Segment> {
+    pub(super) fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<NewPages> {
         let here = &self.nodes[node];
-        let mut at = widen(here.end);
+        let at = widen(here.end);
         let mut cursor = self.rolling.cursor(here.hash, at);
-        let (mut segments, mut remaining, now) = (Segments::default(), tokens, self.now);
-        let mut keyed = Vec::with_capacity(BATCH.min(remaining.len() / self.remembered_every + 2));
-        while !remaining.is_empty() {
-            keyed.clear();
-            while !remaining.is_empty() && keyed.len() < BATCH {
-                let to_key = self.remembered_every - at % self.remembered_every;
-                // The policy is asked only for the page at the end of a block.
-                let plain = remaining.len().min(to_key - self.page_size);
-                cursor.push(&remaining[..plain]);
-                let plain_sum = cursor.hash();
-                let page = remaining[plain..].get(..self.page_size);
-                let end = page.map(|page| {
-                    cursor.push(page);
-                    cursor.hash()
-                });
-                keyed.push((plain / self.page_size, plain_sum, end));
-                let done = remaining.len().min(to_key);
-                (at, remaining) = (at + done, &remaining[done..]);
-            }
-            self.queues.policy.fetch(&mut keyed.iter().filter_map(|(.., end)| Some(end.as_ref()?.key())));
-            for &(plain, hash, end) in &keyed {
-                segments.add(plain, segments.last(), hash);
-                if let Some(hash) = end {
-                    let published = narrow((plain + 1) * self.page_size);
-                    let remembered = self.queues.policy.record_publication(hash.key(), published, now);
-                    segments.add(1, remembered, hash);
-                } else {
-                    self.queues.policy.record_fragment(narrow(plain * self.page_size), now);
-                }
-            }
-        }
-        segments.0
+        let size = PageAndBlock { page: self.page_size, block: self.remembered_every };
+        record_published(self.queues.policy.as_mut(), &mut cursor, at, tokens, size, self.now)
     }
 
     /// Returns whether the author of a node may append pages to it.
