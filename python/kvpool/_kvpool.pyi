@@ -1713,10 +1713,12 @@ class HybridTree:
 
     Args:
         page_size: Tokens that are found together.
-        policy: The order of eviction: "lru", "mru", "fifo", "filo", "lfu", "priority", "slru" or "tlru".
+        policy: The order of eviction: "lru", "mru", "fifo", "filo", "lfu", "priority", "slru", "tlru" or "adaptive".
         protected_uses: With "slru", the number of uses from which on a node is evicted after the others.
         tail: With "tlru", leaves go before the others that are within this many tokens of the end of the longest
             prompt that went through them.
+        capacity: With "adaptive", tokens that there is room for, below 2**31. That policy learns from insertions, whose
+            `inserted` tells how much of a request was counted before; look-ups and locks count nothing.
         window: Tokens of history that sliding-window attention reads; `None` for models without it.
         window_gates: Whether a prefix is found only with its window.
         state_grid: The number of tokens between places where states can be taken; `None` for models without
@@ -1724,7 +1726,7 @@ class HybridTree:
         states_per_path: How many states `evict_excess_states` leaves on a path; `None` leaves all.
 
     Raises:
-        ConfigError: If `policy` is unknown, or a size is not positive.
+        ConfigError: If `policy` is unknown, a size is not positive, or "adaptive" has no `capacity`.
     """
 
     def __new__(
@@ -1734,6 +1736,7 @@ class HybridTree:
         policy: str = "lru",
         protected_uses: int = 2,
         tail: int = 0,
+        capacity: SupportsIndex | None = None,
         window: SupportsIndex | None = None,
         window_gates: bool = True,
         state_grid: SupportsIndex | None = None,

@@ -36,6 +36,7 @@ mod sessions;
 mod tokens;
 mod tree;
 
+pub(crate) use block_keys::{PageAndBlock, record_published, visit_ends_back};
 pub use group_tree::{
     CachedPage, GroupExplanation, GroupHold, GroupPublication, GroupReason, GroupTree, JournalOf,
     LeasedUnits, PublicationPlan, Relief, UnitNumbers, UnitsToFree,
@@ -56,6 +57,7 @@ pub(crate) use rare_cases::fingerprint_mask;
 pub use rare_cases::set_rare_cases_frequent;
 pub(crate) use recency_list::RecencyList;
 pub use residency::{DevicePresence, EntryId, NamespaceHash, Residency};
+pub(crate) use rolling_hash::{RollingHash, RollingHasher};
 pub use sessions::SessionId;
 pub(crate) use sessions::{Sessions, beside_path};
 pub use tokens::Tokens;

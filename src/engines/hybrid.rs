@@ -14,7 +14,7 @@
 //!
 //! *Invariant.* Every node except the root has one slot for full attention for each token, and either one
 //! window slot for each token or none. A node is in the list of windows or of states exactly if it has one.
-//! Leaves without locks are queued by their rank in the eviction order. [`HybridTree::broken_invariant`]
+//! Leaves without locks are queued by their rank in the eviction order, or by a policy ([`worth`]). [`HybridTree::broken_invariant`]
 //! checks all of them.
 //!
 //! *Cost.* Finding and inserting cost one comparison of the tokens, and one look-up for each node. Evicting
@@ -35,6 +35,7 @@ mod place;
 mod report;
 mod run;
 mod slot_owners;
+mod worth;
 
 use std::hash::RandomState;
 
@@ -261,6 +262,16 @@ impl Node {
         }
     }
 
+    /// Frees the memory that its tokens and slots do not need, if that is more than they do.
+    fn shrink(&mut self) {
+        self.tokens.shrink();
+        for values in &mut self.values {
+            if values.capacity() > 2 * values.len() {
+                values.shrink_to_fit();
+            }
+        }
+    }
+
     fn has(&self, part: Part) -> bool {
         !self.values[part.index()].is_empty()
     }
@@ -420,7 +431,7 @@ impl HybridTree {
     /// Creates an empty tree.
     ///
     /// # Panics
-    /// If `page_size` is 0.
+    /// If `page_size` is 0; with [`EvictionOrder::Adaptive`], also unless it and the capacity are below 2**31.
     #[must_use]
     pub fn new(config: HybridConfig) -> Self {
         assert!(config.page_size > 0, "page_size is 0; a page has at least one token");
@@ -436,7 +447,7 @@ impl HybridTree {
             now: 0,
             sizes: [Sizes::default(); 3],
             lists: Default::default(),
-            queue: Queue::default(),
+            queue: Queue::new(&config),
             evictions: evict::Evictions::default(),
             insertion: None,
             owners: SlotOwners::default(),
@@ -451,14 +462,16 @@ impl HybridTree {
         &self.config
     }
 
-    /// Removes everything, whether it is locked or not. No later node has the handle of an earlier one.
+    /// Removes everything, whether it is locked or not. No later node has the handle of an earlier one. A policy keeps
+    /// what it has learned.
     pub fn reset(&mut self) {
+        let queued = self.nodes.iter().filter(|(_, node)| node.queued.is_some());
+        self.queue.clear(queued.map(|(id, _)| id));
         self.nodes.reset(Node::new);
         self.edges.clear();
         self.namespaces.clear();
         self.sizes = [Sizes::default(); 3];
         self.lists = Default::default();
-        self.queue = Queue::default();
         self.evictions = evict::Evictions::default();
         self.insertion = None;
         self.owners.clear();
@@ -605,6 +618,7 @@ impl HybridTree {
         }
         let now = self.tick();
         self.node_mut(id).used = now;
+        self.split_history(front, id);
         self.requeue(id);
         front
     }
@@ -671,7 +685,14 @@ impl HybridTree {
             self.queue.remove(rank, id);
         }
         if let Some(rank) = rank {
-            self.queue.insert(rank, id);
+            self.queue.insert(rank, id, &self.nodes[id]);
+        }
+    }
+
+    /// Removes a node from the queue, if it is in it.
+    fn unqueue(&mut self, id: NodeId) {
+        if let Some(rank) = self.node_mut(id).queued.take() {
+            self.queue.remove(rank, id);
         }
     }
 
@@ -716,6 +737,7 @@ impl HybridTree {
         self.owners.record_adopted(&slots);
         self.attach(id, Part::Full, slots);
         self.requeue(parent);
+        self.begin_history(id);
         self.requeue(id);
         id
     }
@@ -735,9 +757,7 @@ impl HybridTree {
     fn remove(&mut self, id: NodeId) {
         let parent = self.node(id).parent;
         self.unlink(id);
-        if let Some(rank) = self.node_mut(id).queued.take() {
-            self.queue.remove(rank, id);
-        }
+        self.unqueue(id);
         *self.node_mut(id) = Node::new();
         self.nodes.vacate(id);
         self.requeue(parent);

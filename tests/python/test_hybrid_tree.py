@@ -116,6 +116,41 @@ def test_a_tail_goes_before_the_others() -> None:
     assert [slots.tolist() for slots in evicted if slots is not None] == [[32], [20, 21]]
 
 
+def test_what_is_inserted_again_is_worth_more() -> None:
+    """Sessions come back, and other prompts do not: the slots of both together do not fit."""
+    found = {}
+    for policy in ("lru", "adaptive"):
+        tree = HybridTree(16, policy=policy, capacity=1280)
+        found[policy] = 0
+        for turn in range(60):
+            for session in range(6):
+                for first in (session, 100 + 6 * turn + session):
+                    tokens = [first] * 208
+                    # Look-ups count nothing.
+                    _, length = (tree.match(tokens).length for _ in range(2))
+                    found[policy] += length
+                    short = tree.evictable_size(0) + 208 - length - 1280
+                    if short > 0:
+                        tree.evict(short)
+                    tree.insert(tokens[:64], range(64), found=min(length, 64))
+                    tree.insert(tokens, range(208), found=max(length, 64), inserted=64)
+        tree.verify()
+    assert found["lru"] == 0
+    assert found["adaptive"] > 0.2 * 60 * 6 * 208
+
+
+def test_what_is_worth_least_is_named_step_by_step() -> None:
+    tree = HybridTree(1, policy="adaptive", capacity=64)
+    nodes = [tree.insert([first], [first]).node for first in range(3)]
+    tree.begin_eviction(0, 3)
+    # One that is refused is not named again, until the eviction has ended.
+    assert [tree.next_victim(0, 0) for _ in range(4)] == [*nodes, None]
+    tree.end_eviction(0)
+    tree.verify()
+    tree.reset()
+    assert tree.evict(3).full is None
+
+
 def test_duplicates_are_left_to_the_caller_to_free() -> None:
     tree, node = tree_with()
     step = tree.insert([*PROMPT, 10], torch.arange(30, 36), found=2)
@@ -334,7 +369,13 @@ def test_everything_can_be_looked_at() -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="unknown policy 'best'"):
         HybridTree(1, policy="best")
+    with pytest.raises(ConfigError, match="the policy 'adaptive' needs a capacity"):
+        HybridTree(1, policy="adaptive")
+    for page_size, capacity, name in ((1, 1 << 31, "capacity"), (1 << 31, 1, "page_size")):
+        with pytest.raises(ConfigError, match=f"{name} is 2147483648; it must be below"):
+            HybridTree(page_size, policy="adaptive", capacity=capacity)
     makers: list[Any] = [
+        lambda: HybridTree(1, policy="adaptive", capacity=0),
         lambda: HybridTree(0),
         lambda: HybridTree(1, window=0),
         lambda: HybridTree(1, state_grid=0),

@@ -119,12 +119,14 @@ impl HybridTree {
         let eviction = self.evictions.0[Part::Full.index()].as_ref()?;
         let (wanted, refused) = (eviction.wanted, eviction.proposed.last().copied());
         // A leaf that the engine did not evict is not proposed again.
-        if let Some(id) = refused.and_then(|node| self.at(node))
-            && let Some(rank) = self.node_mut(id).queued.take()
-        {
-            self.queue.remove(rank, id);
+        if let Some(id) = refused.and_then(|node| self.at(node)) {
+            self.unqueue(id);
         }
-        let Some(id) = self.queue.first().filter(|_| evicted < wanted) else { return Some(Victim::Nothing) };
+        if evicted >= wanted {
+            return Some(Victim::Nothing);
+        }
+        let Some(id) = self.queue.first() else { return Some(Victim::Nothing) };
+        self.spare_front(id, wanted - evicted);
         let leaf = self.handle(id);
         self.evictions.0[Part::Full.index()].as_mut()?.proposed.push(leaf);
         Some(Victim::Leaf(leaf))
@@ -178,7 +180,8 @@ impl HybridTree {
     }
 
     /// Evicts leaves in the eviction order, until at least `wanted` slots for full attention were removed or
-    /// nothing evictable is left.
+    /// nothing evictable is left. With [`EvictionOrder::Adaptive`](super::EvictionOrder::Adaptive) and full attention
+    /// alone, only as much of the end of the last leaf is evicted as is wanted.
     pub fn evict_full(&mut self, wanted: usize) -> Frees {
         let mut frees = Frees::default();
         frees.full.reserve(wanted.min(self.sizes(Part::Full).evictable));
@@ -186,26 +189,28 @@ impl HybridTree {
             && let Some(id) = self.queue.first()
         {
             if frees.nodes.len() % NODES_AHEAD == FETCH_AT {
-                self.fetch_leaves();
+                self.fetch_leaves(id);
             }
+            self.spare_front(id, wanted - frees.count(Part::Full));
             self.evict(id, &mut frees);
         }
         frees
     }
 
-    /// Prefetches the leaves that will probably be evicted next.
-    fn fetch_leaves(&self) {
-        for leaf in self.queue.iter().take(2 * NODES_AHEAD) {
+    /// Prefetches the leaves that will probably be evicted next, if `first` is the first one.
+    fn fetch_leaves(&self, first: NodeId) {
+        self.queue.visit_next(first, 2 * NODES_AHEAD, |leaf| {
             let node = self.node(leaf);
             prefetch(&node.parent);
             prefetch(&node.tokens);
             prefetch(&node.values);
             prefetch(&node.locks);
             prefetch(&node.hashes);
-        }
+        });
     }
 
     fn evict(&mut self, id: NodeId, frees: &mut Frees) {
+        self.remember(id);
         for part in [Part::Window, Part::State, Part::Full] {
             if self.node(id).has(part) {
                 self.free_part(id, part, frees);

@@ -207,6 +207,7 @@ impl HybridTree {
         if limit == 0 {
             return Ok(Step { actions: Vec::new(), result: Some(result), added: None });
         }
+        self.pass_time(limit.saturating_sub(insert.inserted));
         let walk = Box::new(Insertion {
             phase: Phase::Walk,
             insert,
@@ -355,6 +356,7 @@ impl HybridTree {
         if end > walk.insert.inserted {
             let here = self.node_mut(node);
             here.hits = here.hits.saturating_add(1);
+            self.count_use(node);
         }
         self.requeue(node);
         (walk.node, walk.len) = (node, end);
@@ -468,18 +470,25 @@ impl HybridTree {
         if live >= range.end {
             return Ok(());
         }
-        if live > range.start {
-            self.split_node(leaf, live - range.start);
-        }
         let last = window.size.next_multiple_of(self.config.page_size);
-        let len = range.end - live;
-        if len > last {
-            let front = self.split_node(leaf, len - last);
-            walk.actions.push(self.rebuild(front));
+        self.split_path(leaf, live);
+        if range.end - live > last {
+            self.split_path(leaf, range.end - last);
         }
-        walk.actions.push(self.rebuild(leaf));
+        let nodes: Vec<_> = self.path(leaf).take_while(|&id| self.node(id).end > live).collect();
+        walk.actions.extend(nodes.into_iter().rev().map(|id| self.rebuild(id)));
         walk.result.adopted.add(Part::Window, live..range.end);
         Ok(())
+    }
+
+    /// Splits the node of the path to `end` within which position `at` is, so that none has both sides of it.
+    fn split_path(&mut self, end: NodeId, at: usize) {
+        let node = self.path(end).find(|&id| self.node(id).end - self.node(id).tokens.len() <= at);
+        let Some(node) = node else { return };
+        let front = at - (self.node(node).end - self.node(node).tokens.len());
+        if front > 0 && at < self.node(node).end {
+            self.split_node(node, front);
+        }
     }
 
     fn rebuild(&self, node: NodeId) -> Action {

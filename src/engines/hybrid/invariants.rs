@@ -12,7 +12,7 @@ impl HybridTree {
     pub fn broken_invariant(&self) -> Option<String> {
         let of_node = |id: NodeId| {
             let fault = self.broken_contents(id).or_else(|| self.broken_place(id));
-            let fault = fault.or_else(|| self.broken_parts(id));
+            let fault = fault.or_else(|| self.broken_parts(id)).or_else(|| self.broken_past(id));
             fault.map(|fault| {
                 format!("node {} at {} tokens {fault}", self.handle(id).number(), self.node(id).end)
             })

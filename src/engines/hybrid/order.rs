@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use super::{Node, NodeId, UseTime};
+use super::worth::WorthQueue;
+use super::{HybridConfig, Node, NodeId, UseTime};
 
 /// The rank of a leaf: its level, and within a level a time. The leaf of the lowest rank is evicted first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -29,6 +30,10 @@ pub enum EvictionOrder {
     /// the end of a prompt is cheap to compute again; then the others. Both by least recent use. It does not
     /// matter whether the end of the prompt is still cached.
     Tlru(usize),
+    /// The leaf that is worth least, by [`PolicyKind::Adaptive`](crate::cache::PolicyKind::Adaptive) for a cache of
+    /// this many tokens. An insertion counts as a use of the tokens that the request has not inserted before; look-ups
+    /// and locks count nothing.
+    Adaptive(usize),
 }
 
 impl EvictionOrder {
@@ -46,36 +51,94 @@ impl EvictionOrder {
                 let start = node.end - node.tokens.len();
                 EvictionRank(i64::from(start.saturating_add(tail) < node.reach), used)
             }
+            // The policy has the order.
+            Self::Adaptive(_) => EvictionRank(0, 0),
         }
     }
 }
 
 /// The leaves that may be evicted.
-#[derive(Debug, Default)]
-pub(super) struct Queue(BTreeSet<(EvictionRank, NodeId)>);
+#[derive(Debug)]
+pub(super) enum Queue {
+    /// By rank.
+    Ranked(BTreeSet<(EvictionRank, NodeId)>),
+    /// By worth.
+    Worth(Box<WorthQueue>),
+}
 
 impl Queue {
-    pub(super) fn insert(&mut self, rank: EvictionRank, leaf: NodeId) {
-        self.0.insert((rank, leaf));
+    pub(super) fn new(config: &HybridConfig) -> Self {
+        match config.order {
+            EvictionOrder::Adaptive(capacity) => {
+                Self::Worth(Box::new(WorthQueue::new(capacity, config.page_size)))
+            }
+            _ => Self::Ranked(BTreeSet::new()),
+        }
+    }
+
+    pub(super) fn insert(&mut self, rank: EvictionRank, leaf: NodeId, node: &Node) {
+        match self {
+            Self::Ranked(leaves) => drop(leaves.insert((rank, leaf))),
+            Self::Worth(leaves) => leaves.insert(leaf, node),
+        }
     }
 
     pub(super) fn remove(&mut self, rank: EvictionRank, leaf: NodeId) {
-        self.0.remove(&(rank, leaf));
+        match self {
+            Self::Ranked(leaves) => drop(leaves.remove(&(rank, leaf))),
+            Self::Worth(leaves) => leaves.remove(leaf),
+        }
     }
 
-    pub(super) fn first(&self) -> Option<NodeId> {
-        self.0.first().map(|&(_, leaf)| leaf)
+    /// Removes all leaves, which are `leaves`.
+    pub(super) fn clear(&mut self, leaves: impl Iterator<Item = NodeId>) {
+        match self {
+            Self::Ranked(all) => all.clear(),
+            Self::Worth(all) => all.clear(leaves),
+        }
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = NodeId> + '_ {
-        self.0.iter().map(|&(_, leaf)| leaf)
+    pub(super) fn first(&mut self) -> Option<NodeId> {
+        match self {
+            Self::Ranked(leaves) => leaves.first().map(|&(_, leaf)| leaf),
+            Self::Worth(leaves) => leaves.first(),
+        }
+    }
+
+    /// Calls `visit` with `count` leaves that will probably be evicted next, if `first` is the first one.
+    pub(super) fn visit_next(&self, first: NodeId, count: usize, visit: impl FnMut(NodeId)) {
+        match self {
+            Self::Ranked(leaves) => leaves.iter().map(|&(_, leaf)| leaf).take(count).for_each(visit),
+            Self::Worth(leaves) => leaves.after(first).take(count).for_each(visit),
+        }
     }
 
     pub(super) fn len(&self) -> usize {
-        self.0.len()
+        match self {
+            Self::Ranked(leaves) => leaves.len(),
+            Self::Worth(leaves) => leaves.len(),
+        }
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.0.len() * size_of::<(EvictionRank, NodeId)>()
+        match self {
+            Self::Ranked(leaves) => leaves.len() * size_of::<(EvictionRank, NodeId)>(),
+            Self::Worth(leaves) => leaves.bytes(),
+        }
+    }
+
+    /// Returns the leaves by worth, if that is the order.
+    pub(super) fn worth(&self) -> Option<&WorthQueue> {
+        match self {
+            Self::Ranked(_) => None,
+            Self::Worth(leaves) => Some(leaves),
+        }
+    }
+
+    pub(super) fn worth_mut(&mut self) -> Option<&mut WorthQueue> {
+        match self {
+            Self::Ranked(_) => None,
+            Self::Worth(leaves) => Some(leaves),
+        }
     }
 }

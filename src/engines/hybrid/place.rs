@@ -1,5 +1,5 @@
 //! Looking up and adding in two steps, so that a caller can refuse in between: the first one changes nothing.
-//! These calls are for full attention alone.
+//! These calls are for full attention alone, and are no uses for [`EvictionOrder::Adaptive`](super::EvictionOrder::Adaptive).
 
 use super::find::WalkEnd;
 use super::{HybridTree, NodeHandle, Part, TokenRun, TokenSource};

@@ -160,10 +160,30 @@ impl TokenRun {
         }
     }
 
+    /// Frees the memory that the tokens do not need, if that is more than they do.
+    pub(super) fn shrink(&mut self) {
+        match self {
+            Self::Narrow(tokens) if tokens.capacity() > 2 * tokens.len() => tokens.shrink_to_fit(),
+            Self::Wide(tokens) if tokens.capacity() > 2 * tokens.len() => tokens.shrink_to_fit(),
+            Self::Narrow(_) | Self::Wide(_) => (),
+        }
+    }
+
     pub(super) fn to_vec(&self) -> Vec<i64> {
         match self {
             Self::Narrow(tokens) => tokens.iter().map(|&token| i64::from(token)).collect(),
             Self::Wide(tokens) => tokens.clone(),
+        }
+    }
+
+    /// Returns the tokens as 32 bits each, of which hashes are made: other tokens may have the same.
+    pub(super) fn names(&self) -> Vec<i32> {
+        match self {
+            Self::Narrow(tokens) => tokens.iter().map(|token| token.cast_signed()).collect(),
+            Self::Wide(tokens) => {
+                let folded = tokens.iter().map(|token| (token ^ token >> u32::BITS) & i64::from(u32::MAX));
+                folded.map(|token| u32::try_from(token).expect("32 bits").cast_signed()).collect()
+            }
         }
     }
 

@@ -50,10 +50,12 @@ use arguments::{
 ///
 /// Args:
 ///     page_size: Tokens that are found together.
-///     policy: The order of eviction: "lru", "mru", "fifo", "filo", "lfu", "priority", "slru" or "tlru".
+///     policy: The order of eviction: "lru", "mru", "fifo", "filo", "lfu", "priority", "slru", "tlru" or "adaptive".
 ///     protected_uses: With "slru", the number of uses from which on a node is evicted after the others.
 ///     tail: With "tlru", leaves go before the others that are within this many tokens of the end of the longest
 ///         prompt that went through them.
+///     capacity: With "adaptive", tokens that there is room for, below 2**31. That policy learns from insertions, whose
+///         `inserted` tells how much of a request was counted before; look-ups and locks count nothing.
 ///     window: Tokens of history that sliding-window attention reads; `None` for models without it.
 ///     window_gates: Whether a prefix is found only with its window.
 ///     state_grid: The number of tokens between places where states can be taken; `None` for models without
@@ -61,7 +63,7 @@ use arguments::{
 ///     states_per_path: How many states `evict_excess_states` leaves on a path; `None` leaves all.
 ///
 /// Raises:
-///     ConfigError: If `policy` is unknown, or a size is not positive.
+///     ConfigError: If `policy` is unknown, a size is not positive, or "adaptive" has no `capacity`.
 #[pyclass(frozen, module = "kvpool._kvpool", name = "HybridTree")]
 pub(in crate::python) struct HybridTree {
     tree: Mutex<Tree>,
@@ -79,12 +81,14 @@ impl HybridTree {
 #[pymethods]
 impl HybridTree {
     #[new]
-    #[pyo3(signature = (page_size, *, policy="lru", protected_uses=2, tail=0, window=None, window_gates=true, state_grid=None, states_per_path=None))]
+    #[pyo3(signature = (page_size, *, policy="lru", protected_uses=2, tail=0, capacity=None, window=None, window_gates=true, state_grid=None, states_per_path=None))]
+    #[expect(clippy::too_many_arguments, reason = "the arguments of a Python call")]
     fn new(
         page_size: &Bound<'_, PyAny>,
         policy: &str,
         protected_uses: u32,
         tail: usize,
+        capacity: Option<&Bound<'_, PyAny>>,
         window: Option<&Bound<'_, PyAny>>,
         window_gates: bool,
         state_grid: Option<&Bound<'_, PyAny>>,
@@ -93,6 +97,10 @@ impl HybridTree {
         let positive = |name: &str, value: &Bound<'_, PyAny>| match args::count(name, value)? {
             0 => Err(PyErr::from(Error::config(format!("{name} must be at least 1, not 0")))),
             size => Ok(size),
+        };
+        let below_2_31 = |name: &str, value: &Bound<'_, PyAny>| match positive(name, value)? {
+            size if size < 1 << 31 => Ok(size),
+            size => Err(PyErr::from(Error::config(format!("{name} is {size}; it must be below 2**31")))),
         };
         let order = match policy {
             "lru" => EvictionOrder::Lru,
@@ -103,18 +111,25 @@ impl HybridTree {
             "priority" => EvictionOrder::Priority,
             "slru" => EvictionOrder::Slru(protected_uses),
             "tlru" => EvictionOrder::Tlru(tail),
+            "adaptive" => {
+                let capacity = capacity.map(|tokens| below_2_31("capacity", tokens)).transpose()?;
+                EvictionOrder::Adaptive(capacity.ok_or_else(|| {
+                    Error::config("the policy 'adaptive' needs a capacity: tokens that there is room for")
+                })?)
+            }
             _ => {
-                return Err(Error::config(format!(
-                    "unknown policy '{policy}'; use one of lru, mru, fifo, filo, lfu, priority, slru, tlru"
-                ))
-                .into());
+                let known = "lru, mru, fifo, filo, lfu, priority, slru, tlru, adaptive";
+                return Err(Error::config(format!("unknown policy '{policy}'; use one of {known}")).into());
             }
         };
         let window = window.map(|size| positive("window", size)).transpose()?;
         let grid = state_grid.map(|grid| positive("state_grid", grid)).transpose()?;
         let max_per_path = states_per_path.map(|most| args::count("states_per_path", most)).transpose()?;
         let config = HybridConfig {
-            page_size: positive("page_size", page_size)?,
+            page_size: match order {
+                EvictionOrder::Adaptive(_) => below_2_31("page_size", page_size)?,
+                _ => positive("page_size", page_size)?,
+            },
             order,
             window: window.map(|size| WindowConfig { size, gates: window_gates }),
             state: grid.map(|grid| StateConfig { grid, max_per_path }),

@@ -16,7 +16,7 @@ use kvpool::engines::hybrid::{
 
 use super::{Source, agree, ensure, refused};
 
-const ORDERS: [EvictionOrder; 8] = [
+const ORDERS: [EvictionOrder; 9] = [
     EvictionOrder::Lru,
     EvictionOrder::Mru,
     EvictionOrder::Fifo,
@@ -25,6 +25,7 @@ const ORDERS: [EvictionOrder; 8] = [
     EvictionOrder::Priority,
     EvictionOrder::Slru(2),
     EvictionOrder::Tlru(3),
+    EvictionOrder::Adaptive(64),
 ];
 
 /// A prefix in a namespace: whole pages.

@@ -1,0 +1,568 @@
+//! The order of leaves by what they are worth, as a policy of the prefix cache learns it.
+//!
+//! A policy needs to know which request uses what, once each. Engines look a prompt up several times before it
+//! runs, lock its nodes for each of several attempts to admit it, and insert it chunk by chunk, but say with every
+//! insertion how much of it the request has inserted before ([`Insert::inserted`](super::Insert::inserted)). So an
+//! insertion counts as the use of the nodes after that, and look-ups and locks count nothing. The time is the number
+//! of tokens that requests have inserted, those of a request counted once.
+//!
+//! *Invariant.* The policy has exactly the queued leaves. The hash of a node is that of its namespace and of all
+//! tokens up to its end.
+//!
+//! *Cost.* An insertion hashes the tokens that it adds, an eviction those that it removes, and a split the shorter
+//! part. Memory: 32 bytes for each node number, and what the policy needs.
+
+use super::{HybridTree, Node, NodeId, ROOT};
+use crate::base::bounded::narrow;
+use crate::base::{Id, widen};
+use crate::cache::{
+    BlockTokens, History, NamespaceHash, PageAndBlock, Policy, PolicyKind, RollingHash, RollingHasher, Tick,
+    record_published, visit_ends_back,
+};
+
+/// What is known of a node.
+#[derive(Clone, Copy, Debug)]
+struct Past {
+    history: History,
+    /// The hash of all tokens up to the end of the node.
+    hash: RollingHash,
+}
+
+/// The leaves in the order of a policy, and the histories of all nodes.
+#[derive(Debug)]
+pub(super) struct WorthQueue {
+    policy: Box<dyn Policy>,
+    rolling: RollingHasher,
+    size: PageAndBlock,
+    now: Tick,
+    /// By the number of the node. Those of numbers that are not in use mean nothing.
+    past: Vec<Past>,
+    /// The number of leaves that the policy has.
+    len: usize,
+}
+
+impl WorthQueue {
+    /// Creates the empty queue of a cache of `capacity` tokens, whose pages have `page_size`.
+    pub(super) fn new(capacity: usize, page_size: usize) -> Self {
+        let block = BlockTokens::of_page_size(narrow(page_size));
+        Self::of_policy(PolicyKind::Adaptive.policy(narrow(capacity).into(), block, None), page_size)
+    }
+
+    fn of_policy(policy: Box<dyn Policy>, page_size: usize) -> Self {
+        let block = widen(BlockTokens::of_page_size(narrow(page_size)).get());
+        let size = PageAndBlock { page: page_size, block };
+        let (rolling, now) = (RollingHasher::of_names(), Tick::default());
+        Self { policy, rolling, size, now, past: Vec::new(), len: 0 }
+    }
+
+    pub(super) fn insert(&mut self, leaf: NodeId, node: &Node) {
+        let positions = saturated(node.end - node.tokens.len())..saturated(node.end);
+        let Past { history, .. } = *self.past(leaf);
+        self.policy.insert(leaf, positions, &history, self.now);
+        self.len += 1;
+    }
+
+    pub(super) fn remove(&mut self, leaf: NodeId) {
+        self.policy.remove(leaf);
+        self.len -= 1;
+    }
+
+    /// Removes all leaves. What was learned stays.
+    pub(super) fn clear(&mut self, leaves: impl Iterator<Item = NodeId>) {
+        leaves.for_each(|leaf| self.remove(leaf));
+    }
+
+    pub(super) fn first(&mut self) -> Option<NodeId> {
+        self.policy.victim(self.now)
+    }
+
+    /// Returns the leaves that will probably be evicted after `leaf`.
+    pub(super) fn after(&self, leaf: NodeId) -> impl Iterator<Item = NodeId> + '_ {
+        std::iter::successors(Some(leaf), |&leaf| self.policy.guess_after(leaf)).skip(1)
+    }
+
+    pub(super) const fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.policy.bytes() + self.past.capacity() * size_of::<Past>()
+    }
+
+    fn past(&self, node: NodeId) -> &Past {
+        &self.past[widen(node.number())]
+    }
+
+    fn past_mut(&mut self, node: NodeId) -> &mut Past {
+        &mut self.past[widen(node.number())]
+    }
+
+    fn set_past(&mut self, node: NodeId, past: Past) {
+        let at = widen(node.number());
+        if at >= self.past.len() {
+            self.past.resize(at + 1, past);
+        }
+        self.past[at] = past;
+    }
+}
+
+impl HybridTree {
+    /// Lets the time pass in which a request inserts `tokens` tokens more.
+    pub(super) fn pass_time(&mut self, tokens: usize) {
+        if let Some(worth) = self.queue.worth_mut() {
+            worth.now = Tick::new(worth.now.tokens() + tokens as u64);
+        }
+    }
+
+    /// Counts a use of a node. The caller queues it again.
+    pub(super) fn count_use(&mut self, id: NodeId) {
+        if self.queue.worth().is_none() {
+            return;
+        }
+        // The policy has a leaf by its history.
+        self.unqueue(id);
+        let tokens = saturated(self.node(id).tokens.len());
+        let Some(worth) = self.queue.worth_mut() else { return };
+        let (now, history) = (worth.now, worth.past(id).history);
+        worth.policy.record_use(&history, tokens, now);
+        worth.past_mut(id).history.touch(now);
+    }
+
+    /// Begins the history of a new leaf, which is not queued yet. Tokens of which the policy remembers other things
+    /// than of the last ones become nodes of their own before it.
+    pub(super) fn begin_history(&mut self, id: NodeId) {
+        if self.queue.worth().is_none() {
+            return;
+        }
+        let before = self.hash_before(id);
+        let node = self.node(id);
+        let (begin, tokens) = (node.end - node.tokens.len(), node.tokens.names());
+        let Some(worth) = self.queue.worth_mut() else { return };
+        let now = worth.now;
+        let mut cursor = worth.rolling.cursor(before, begin);
+        let policy = worth.policy.as_mut();
+        let mut segments = record_published(policy, &mut cursor, begin, &tokens, worth.size, now);
+        let last = segments.pop().expect("a leaf has a page");
+        worth.set_past(id, Past { history: History::of_new(last.remembered, now), hash: last.hash });
+        for segment in segments {
+            let front = self.split_node(id, segment.pages * self.config.page_size);
+            if let Some(worth) = self.queue.worth_mut() {
+                worth.past_mut(front).history = History::of_new(segment.remembered, now);
+            }
+        }
+    }
+
+    /// Gives `front`, which was split off from `id`, its part of the past. The caller queues `id` again.
+    pub(super) fn split_history(&mut self, front: NodeId, id: NodeId) {
+        let Some(worth) = self.queue.worth() else { return };
+        let Past { history, hash } = *worth.past(id);
+        let (ahead, behind) = (self.node(front), self.node(id));
+        let hash = if ahead.tokens.len() < behind.tokens.len() {
+            let begin = ahead.end - ahead.tokens.len();
+            let mut cursor = worth.rolling.cursor(self.hash_before(front), begin);
+            cursor.push(&ahead.tokens.names());
+            cursor.hash()
+        } else {
+            let mut cursor = worth.rolling.cursor(hash, behind.end);
+            cursor.pop(&behind.tokens.names());
+            cursor.hash()
+        };
+        if let Some(worth) = self.queue.worth_mut() {
+            worth.set_past(front, Past { history, hash });
+        }
+        // The policy has a leaf by its positions.
+        self.unqueue(id);
+    }
+
+    /// Makes a leaf that is about to be evicted one of as many tokens as are wanted, in whole pages, if it has more:
+    /// those before them stay. Windows and states are of no use without the end of their leaf, so a leaf goes as a
+    /// whole where there are any.
+    pub(super) fn spare_front(&mut self, leaf: NodeId, wanted: usize) {
+        let is_plain = self.config.window.is_none() && self.config.state.is_none();
+        let tokens = self.node(leaf).tokens.len();
+        if self.queue.worth().is_none() || !is_plain || wanted == 0 || wanted >= tokens {
+            return;
+        }
+        let kept = tokens - wanted.next_multiple_of(self.config.page_size);
+        if kept > 0 {
+            let front = self.split_node(leaf, kept);
+            self.node_mut(front).shrink();
+        }
+    }
+
+    /// Lets the policy remember the blocks that end in a node, which is about to be evicted.
+    pub(super) fn remember(&mut self, id: NodeId) {
+        let Some(worth) = self.queue.worth_mut() else { return };
+        let node = &self.nodes[id];
+        let (tokens, now) = (node.tokens.names(), worth.now);
+        let Past { history, hash } = *worth.past(id);
+        let WorthQueue { policy, rolling, size, .. } = worth;
+        let (mut cursor, begin) = (rolling.cursor(hash, node.end), node.end - tokens.len());
+        visit_ends_back(&mut cursor, node.end, &tokens, begin, size.block, |_, key| {
+            policy.record_eviction(key, &history, now);
+        });
+    }
+
+    /// Returns the hash of the tokens before a node.
+    fn hash_before(&self, id: NodeId) -> RollingHash {
+        let Node { parent, namespace, .. } = *self.node(id);
+        match self.queue.worth() {
+            Some(worth) if parent != ROOT => worth.past(parent).hash,
+            _ => RollingHasher::start(NamespaceHash::from(&self.namespaces.name(namespace))),
+        }
+    }
+
+    /// Checks that the hash of a node is that of its tokens.
+    pub(super) fn broken_past(&self, id: NodeId) -> Option<String> {
+        let worth = self.queue.worth()?;
+        let node = self.node(id);
+        let mut cursor = worth.rolling.cursor(self.hash_before(id), node.end - node.tokens.len());
+        cursor.push(&node.tokens.names());
+        let Past { history, hash } = *worth.past(id);
+        if cursor.hash() != hash {
+            return Some("has the hash of other tokens".to_owned());
+        }
+        let is_past = history.published <= history.used && history.used <= worth.now && history.uses > 0;
+        (!is_past).then(|| format!("has {history:?} at {:?}", worth.now))
+    }
+}
+
+/// Converts a number of tokens of a prompt; a longer prompt counts as one of 2**32 - 1.
+fn saturated(tokens: usize) -> u32 {
+    u32::try_from(tokens).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails where there is nothing to unwrap")]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet, HashMap};
+    use std::ops::Range;
+    use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::base::EngineSlot;
+    use crate::cache::{BlockKey, Namespace, NodeHandle, Remembered};
+    use crate::engines::hybrid::{
+        EvictionOrder, HybridConfig, Insert, Part, Queue, Receipt, SkippedParts, StateConfig, Victim,
+        WindowConfig, WindowRelease,
+    };
+
+    /// Tokens of a page; a block has two.
+    const PAGE: usize = 32;
+
+    /// What a policy was told.
+    #[derive(Debug, Default)]
+    struct Told {
+        leaves: BTreeMap<NodeId, (Range<u32>, History)>,
+        evicted: HashMap<BlockKey, u32>,
+        used: u64,
+    }
+
+    /// Evicts the least recently used leaf, and remembers every block.
+    #[derive(Clone, Debug, Default)]
+    struct Spy(Arc<Mutex<Told>>);
+
+    impl Spy {
+        fn told(&self) -> MutexGuard<'_, Told> {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        }
+    }
+
+    impl Policy for Spy {
+        fn insert(&mut self, leaf: NodeId, positions: Range<u32>, history: &History, _now: Tick) {
+            let before = self.told().leaves.insert(leaf, (positions, *history));
+            assert_eq!(before, None, "a leaf is inserted once");
+        }
+
+        fn remove(&mut self, leaf: NodeId) {
+            assert!(self.told().leaves.remove(&leaf).is_some(), "a leaf is removed that was inserted");
+        }
+
+        fn victim(&mut self, _now: Tick) -> Option<NodeId> {
+            let told = self.told();
+            told.leaves.iter().min_by_key(|(id, (_, history))| (history.used, **id)).map(|(&id, _)| id)
+        }
+
+        fn bytes(&self) -> usize {
+            0
+        }
+
+        fn record_use(&mut self, _history: &History, tokens: u32, _now: Tick) {
+            self.told().used += u64::from(tokens);
+        }
+
+        fn record_publication(&mut self, key: BlockKey, _tokens: u32, _now: Tick) -> Remembered {
+            Remembered { uses: self.told().evicted.remove(&key).unwrap_or_default() }
+        }
+
+        fn record_eviction(&mut self, key: BlockKey, history: &History, _now: Tick) {
+            let before = self.told().evicted.insert(key, history.uses);
+            assert_eq!(before, None, "a block is in the cache once");
+        }
+    }
+
+    /// A prefix of whole pages, in a namespace.
+    type Pages = (i64, Vec<u8>);
+
+    struct Request {
+        name: i64,
+        path: Vec<u8>,
+        /// The pages that it has inserted.
+        inserted: usize,
+        /// The pages that it has locked, and their end.
+        locked: usize,
+        node: NodeHandle,
+        receipt: Receipt,
+    }
+
+    /// An engine, beside what should be known of each page.
+    struct Engine {
+        tree: HybridTree,
+        spy: Spy,
+        uses: BTreeMap<Pages, u32>,
+        slots: BTreeMap<EngineSlot, Pages>,
+        remembered: BTreeMap<Pages, u32>,
+        running: Vec<Request>,
+        inserted: u64,
+        used: u64,
+        next: u32,
+    }
+
+    fn namespace(name: i64) -> Namespace {
+        if name == 0 { Namespace::Unnamed } else { Namespace::Number(name) }
+    }
+
+    /// Pages of tokens, some of them wide.
+    fn tokens(path: &[u8]) -> Vec<i64> {
+        let first = |page: u8| if page == 2 { 1 << 40 } else { i64::from(page) * 1000 };
+        path.iter().flat_map(|&page| (0..32).map(move |at| first(page) + at)).collect()
+    }
+
+    impl Engine {
+        fn new(window: bool, state: bool) -> Self {
+            let spy = Spy::default();
+            let mut tree = HybridTree::new(HybridConfig {
+                page_size: PAGE,
+                order: EvictionOrder::Adaptive(1),
+                window: window.then_some(WindowConfig { size: 40, gates: false }),
+                state: state.then_some(StateConfig { grid: PAGE, max_per_path: None }),
+            });
+            tree.queue = Queue::Worth(Box::new(WorthQueue::of_policy(Box::new(spy.clone()), PAGE)));
+            Self {
+                tree,
+                spy,
+                uses: BTreeMap::new(),
+                slots: BTreeMap::new(),
+                remembered: BTreeMap::new(),
+                running: Vec::new(),
+                inserted: 0,
+                used: 0,
+                next: 1,
+            }
+        }
+
+        /// Looks a request up as often as an engine may, and locks what it has found.
+        fn begin(&mut self, name: i64, path: &[u8], times: usize) {
+            let (space, prompt) = (namespace(name), tokens(path));
+            for _ in 0..times {
+                let found = self.tree.find(&space, &prompt.as_slice()).node;
+                let lock = self.tree.lock(found, SkippedParts::default()).unwrap();
+                self.tree.unlock(found, lock.receipt, WindowRelease::NotYet).unwrap().unwrap();
+            }
+            let found = self.tree.find(&space, &prompt.as_slice());
+            let receipt = self.tree.lock(found.node, SkippedParts::default()).unwrap().receipt;
+            let (node, locked) = (found.node, found.len / PAGE);
+            self.running.push(Request { name, path: path.to_vec(), inserted: 0, locked, node, receipt });
+        }
+
+        /// Inserts more pages of a running request, and moves its lock.
+        fn advance(&mut self, at: usize, more: usize) {
+            let Request { name, ref path, inserted, locked, node, receipt } = self.running[at];
+            let until = (inserted.max(locked) + more).min(path.len());
+            let path = path[..until].to_vec();
+            self.expect(name, &path, inserted);
+            let (space, prompt) = (namespace(name), tokens(&path));
+            // Pages that were found have their slots; the others get new ones.
+            let mut row = self.tree.slots_between(node, self.tree.root()).unwrap();
+            let count = u32::try_from(prompt.len() - row.len()).unwrap();
+            row.extend((self.next..self.next + count).map(EngineSlot::new));
+            self.next += count;
+            let insert = Insert {
+                found: locked * PAGE,
+                inserted: inserted * PAGE,
+                state: vec![EngineSlot::new(0)],
+                ..Insert::default()
+            };
+            let mut step = self.tree.begin(&space, &prompt.as_slice(), &row.as_slice(), insert).unwrap();
+            let end = loop {
+                for action in &step.actions {
+                    if let crate::engines::hybrid::Action::Rebuild { node, slots } = action {
+                        self.tree.set_value(*node, Part::Window, slots.clone()).unwrap().unwrap();
+                    }
+                }
+                if let Some(result) = step.result {
+                    break result.node;
+                }
+                step = self.tree.advance(&space, &prompt.as_slice(), &row.as_slice()).unwrap();
+            };
+            for (page, slot) in
+                self.tree.slots_between(end, self.tree.root()).unwrap().iter().step_by(PAGE).enumerate()
+            {
+                self.slots.insert(*slot, (name, path[..=page].to_vec()));
+            }
+            let lock = self.tree.lock(end, SkippedParts::default()).unwrap();
+            self.tree.unlock(node, receipt, WindowRelease::NotYet).unwrap().unwrap();
+            let request = &mut self.running[at];
+            (request.inserted, request.locked) = (until, until);
+            (request.node, request.receipt) = (end, lock.receipt);
+        }
+
+        /// Counts what an insertion should count.
+        fn expect(&mut self, name: i64, path: &[u8], inserted: usize) {
+            let prefix = |end: usize| (name, path[..end].to_vec());
+            self.inserted += u64::try_from((path.len().saturating_sub(inserted)) * PAGE).unwrap();
+            let cached = (1..=path.len()).take_while(|&end| self.uses.contains_key(&prefix(end))).count();
+            for end in inserted + 1..=cached {
+                *self.uses.get_mut(&prefix(end)).unwrap() += 1;
+                self.used += PAGE as u64;
+            }
+            let mut last = 0;
+            for end in cached + 1..=path.len() {
+                // The pages before the last one of a block count as those of the block before.
+                if end % 2 == 0 {
+                    last = self.remembered.remove(&prefix(end)).unwrap_or_default();
+                }
+                self.uses.insert(prefix(end), last + 1);
+            }
+        }
+
+        fn end(&mut self, at: usize) {
+            let Request { node, receipt, .. } = self.running.remove(at);
+            self.tree.unlock(node, receipt, WindowRelease::NotYet).unwrap().unwrap();
+        }
+
+        fn forget(&mut self, freed: &[EngineSlot]) {
+            for slot in freed {
+                let Some(pages) = self.slots.remove(slot) else { continue };
+                let uses = self.uses.remove(&pages).expect("it was cached");
+                if pages.1.len() % 2 == 0 {
+                    self.remembered.insert(pages, uses);
+                }
+            }
+        }
+
+        /// Evicts some pages in steps, and refuses the first leaf if it should.
+        fn evict_in_steps(&mut self, part: Part, wanted: usize, mut refuses: bool) {
+            assert!(self.tree.begin_eviction(part, wanted));
+            let mut evicted = 0;
+            loop {
+                let frees = match self.tree.next_victim(part, evicted).unwrap() {
+                    Victim::Nothing => break,
+                    Victim::Leaf(_) if std::mem::take(&mut refuses) => continue,
+                    Victim::Leaf(leaf) => self.tree.evict_leaf(leaf).unwrap().unwrap(),
+                    Victim::Value(frees) => frees,
+                };
+                evicted += frees.count(part);
+                self.forget(&frees.full);
+            }
+            assert!(self.tree.end_eviction(part));
+        }
+
+        fn check(&self) {
+            assert_eq!(self.tree.broken_invariant(), None);
+            let told = self.spy.told();
+            let is_leaf = |id: &NodeId| self.tree.is_leaf(*id);
+            let leaves: BTreeSet<_> = self.tree.runs().filter(is_leaf).collect();
+            assert_eq!(told.leaves.keys().copied().collect::<BTreeSet<_>>(), leaves);
+            let worth = self.tree.queue.worth().unwrap();
+            let mut pages = 0;
+            for id in self.tree.runs() {
+                let node = self.tree.node(id);
+                let history = worth.past(id).history;
+                for slot in node.value(Part::Full).iter().step_by(PAGE) {
+                    let page = &self.slots[slot];
+                    assert_eq!(history.uses, self.uses[page], "{page:?}");
+                    pages += 1;
+                }
+                if let Some((positions, offered)) = told.leaves.get(&id) {
+                    assert_eq!(*offered, history);
+                    let end = narrow(node.end);
+                    assert_eq!(*positions, end - narrow(node.tokens.len())..end);
+                }
+            }
+            assert_eq!(pages, self.uses.len());
+            assert_eq!(worth.now.tokens(), self.inserted);
+            assert_eq!(told.used, self.used);
+            let mut remembered: Vec<_> = self.remembered.values().copied().collect();
+            let mut keyed: Vec<_> = told.evicted.values().copied().collect();
+            remembered.sort_unstable();
+            keyed.sort_unstable();
+            assert_eq!(keyed, remembered);
+        }
+    }
+
+    #[derive(Clone, Debug)]
+    enum Call {
+        Begin(i64, Vec<u8>, usize),
+        Advance(prop::sample::Index, usize),
+        End(prop::sample::Index),
+        Evict(usize),
+        EvictInSteps(Part, usize, bool),
+        Reset,
+    }
+
+    fn call() -> impl Strategy<Value = Call> {
+        let part = prop::sample::select(Part::ALL.to_vec());
+        prop_oneof![
+            6 => (0..2_i64, prop::collection::vec(0..3_u8, 1..9), 0..3_usize)
+                .prop_map(|(name, path, times)| Call::Begin(name, path, times)),
+            8 => (any::<prop::sample::Index>(), 1..6_usize).prop_map(|(at, more)| Call::Advance(at, more)),
+            5 => any::<prop::sample::Index>().prop_map(Call::End),
+            2 => (1..12 * PAGE).prop_map(Call::Evict),
+            3 => (part, 1..6 * PAGE, any::<bool>())
+                .prop_map(|(part, wanted, refuses)| Call::EvictInSteps(part, wanted, refuses)),
+            1 => Just(Call::Reset),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn a_policy_is_told_of_every_use_once(
+            window: bool, state: bool, calls in prop::collection::vec(call(), 1..60)
+        ) {
+            let mut engine = Engine::new(window, state);
+            for call in calls {
+                match call {
+                    Call::Begin(name, path, times) => engine.begin(name, &path, times),
+                    Call::Advance(at, more) if !engine.running.is_empty() => {
+                        engine.advance(at.index(engine.running.len()), more);
+                    }
+                    Call::End(at) if !engine.running.is_empty() => engine.end(at.index(engine.running.len())),
+                    Call::Evict(wanted) => {
+                        let frees = engine.tree.evict_full(wanted);
+                        engine.forget(&frees.full);
+                    }
+                    Call::EvictInSteps(part, wanted, refuses) if engine.tree.config.has(part) => {
+                        engine.evict_in_steps(part, wanted, refuses);
+                    }
+                    Call::Reset if engine.running.is_empty() => {
+                        engine.tree.reset();
+                        engine.uses.clear();
+                        engine.slots.clear();
+                    }
+                    _ => (),
+                }
+                engine.check();
+            }
+            while !engine.running.is_empty() {
+                engine.end(0);
+            }
+            let frees = engine.tree.evict_full(usize::MAX);
+            engine.forget(&frees.full);
+            engine.check();
+            prop_assert!(engine.uses.is_empty(), "without locks everything can be evicted");
+        }
+    }
+}
