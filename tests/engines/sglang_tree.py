@@ -318,8 +318,9 @@ class Pair:
         config: What both are made for.
         seed: Decides the calls.
         ours: The tree core of the first one: "python" compares SGLang's cores with each other.
-        core: The tree core of SGLang: "python" or "compiled".
-        in_one_call: Whether kvpool's evicts in one call.
+        core: The tree core of SGLang: "python" or "compiled"; "kvpool" compares kvpool's with itself.
+        in_one_call: Whether kvpool's evicts in one call. By worth that evicts the end of a leaf, where
+            SGLang's loop evicts all of it.
         events: What both note.
     """
 
@@ -338,7 +339,8 @@ class Pair:
         self.random = random.Random(seed)  # noqa: S311
         options = {} if events is Events.NONE else _options_of(events)
         self.ours = Tree(config, ours, in_one_call=in_one_call, **options)
-        self.theirs = Tree(config, core, **options)
+        both = in_one_call and core == "kvpool"
+        self.theirs = Tree(config, core, in_one_call=both, **options)
         assert isinstance(self.ours.core, KvTreeCore) == (ours == "kvpool"), type(self.ours.core)
         self.counts: dict[str, int] = {}
 
@@ -369,11 +371,11 @@ class Pair:
 
     def _comparable_events(self, events: list[Any]) -> list[Any]:
         # The compiled core puts other pages into one event.
-        return events if self.core == "python" else [page for event in events for page in _pages(event)]
+        return events if self.core != "compiled" else [page for event in events for page in _pages(event)]
 
     def compare(self) -> None:
         """Compares all that is there."""
-        if self.core == "python":
+        if self.core != "compiled":
             ours, theirs = self.ours.nodes(), self.theirs.nodes()
             for name in [*ours, *theirs]:
                 assert ours.get(name) == theirs.get(name), (

@@ -51,6 +51,19 @@ def test_histories_are_those_of_the_compiled_core(tmp_path: Path, parts: str) ->
     compare(tmp_path, parts, "compiled", PYTHONPATH=os.pathsep.join([torch, path]))
 
 
+@pytest.mark.parametrize("parts", PARTS)
+def test_caches_that_evict_by_worth_do_the_same(tmp_path: Path, parts: str) -> None:
+    require()
+    compare(tmp_path, parts, "kvpool")
+
+
+def test_what_is_used_again_is_worth_more(tmp_path: Path) -> None:
+    require()
+    done = run(tmp_path, str(HERE / "tree_worth.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "ok"
+
+
 def test_where_kvpool_gives_way_and_what_it_expects(tmp_path: Path) -> None:
     require()
     done = run(tmp_path, str(HERE / "tree_choices.py"))

@@ -7,11 +7,14 @@ import sys
 
 import tree_choices
 import tree_histories
+import tree_worth
 
 
 def main() -> None:
     """Prints how many calls were made, as JSON."""
     tree_choices.main()
+    tree_worth.main()
+    tree_histories.run("each", seeds=2, steps=12, core="kvpool")
     json.dump(
         tree_histories.run("each", seeds=len(tree_histories.POLICIES), steps=12, core="python"), sys.stdout
     )

@@ -3,18 +3,22 @@
     python tree_histories.py PARTS SEEDS STEPS CORE
 
 PARTS are components joined by "+", "each" for one configuration of each, or "all". CORE is SGLang's: "python"
-or "compiled".
+or "compiled". With "kvpool" both caches are over kvpool's, and evict by worth.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from sglang.test.kits.unified_radix_cache.config import CONFIGS
 from sglang_tree import Events, run_history
+
+from kvpool.integrations.sglang.tree_policy import EVICTION
 
 if TYPE_CHECKING:
     from sglang.test.kits.unified_radix_cache.config import CacheConfig
@@ -44,16 +48,20 @@ def run(parts: str, seeds: int, steps: int, core: str) -> dict[str, dict[str, in
         made = counts[config.label] = {}
         for seed in range(seeds):
             turn, policy = divmod(seed, len(POLICIES))
+            learns = {EVICTION: "adaptive"} if core == "kvpool" else {}
             varied = dataclasses.replace(
-                config, eviction_policy=POLICIES[policy], is_eagle=(turn + policy) % 4 == 3
+                config,
+                eviction_policy="lru" if learns else POLICIES[policy],
+                is_eagle=(turn + policy) % 4 == 3,
             )
             events = list(Events)[(turn + policy) % 3]
             try:
-                history = run_history(
-                    varied, seed, steps, core=core, in_one_call=seed % 3 == 0, events=events
-                )
+                with mock.patch.dict(os.environ, learns):
+                    history = run_history(
+                        varied, seed, steps, core=core, in_one_call=seed % 3 == 0, events=events
+                    )
             except AssertionError:
-                if core == "python" or cores_agree(varied, seed, steps, events):
+                if core != "compiled" or cores_agree(varied, seed, steps, events):
                     raise
                 made["excused"] = made.get("excused", 0) + 1
                 continue

@@ -26,7 +26,7 @@ from sglang.srt.runtime_context import get_context
 from kvpool.errors import ConfigError
 from kvpool.integrations.seams import have_source, signature
 from kvpool.integrations.sglang.tree_core import DELEGATED, PARTS, KvTreeCore
-from kvpool.integrations.sglang.tree_policy import eviction_policy
+from kvpool.integrations.sglang.tree_policy import EVICTION, eviction_policy, evicts_by_worth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,7 +119,8 @@ def make_tree_core(
         components: The components of the cache, for SGLang's Python core.
 
     Raises:
-        ConfigError: If the interface of SGLang's tree core differs from the one that this module supports.
+        ConfigError: If the interface of SGLang's tree core differs from the one that this module supports, or
+            eviction by worth is asked for where only SGLang's own core can be used.
     """
     differences = check_tree_core()
     if differences:
@@ -128,7 +129,13 @@ def make_tree_core(
         )
     reason = reason_to_delegate(params)
     if reason is None:
+        if evicts_by_worth():
+            _logger.info("SGLang: the prefix cache evicts by worth")
         return KvTreeCore(params)
+    if evicts_by_worth():
+        raise ConfigError(
+            f"{EVICTION} is 'adaptive'; SGLang's own tree core has no such policy, and {reason}"
+        )
     _logger.warning("the prefix cache uses SGLang's own tree core instead of kvpool's: %s", reason)
     return create_tree_core("rust", params, components)
 
@@ -228,6 +235,9 @@ def make_radix_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
 
     Args:
         ctx: The parameters that SGLang makes the cache of.
+
+    Raises:
+        ConfigError: If eviction by worth is asked for, and another cache has to be used.
     """
     from sglang.srt.mem_cache.registry import (  # noqa: PLC0415
         create_unified_radix_cache,
@@ -236,7 +246,11 @@ def make_radix_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
 
     memory = _settings("memory")
     has_own_cache = getattr(memory, "enable_lmcache", False) or getattr(memory, "enable_flexkv", False)
-    if has_own_cache or ctx.disable_radix_cache or (ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0):
+    if ctx.disable_radix_cache:
+        return default_radix_cache_factory(ctx)
+    if has_own_cache or (ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0):
+        if evicts_by_worth():
+            raise ConfigError(f"{EVICTION} is 'adaptive'; these options make SGLang use a cache of its own")
         return default_radix_cache_factory(ctx)
     ctx.params.tree_core_backend = _NAME
     return create_unified_radix_cache(ctx, cache_class=KvUnifiedRadixCache)

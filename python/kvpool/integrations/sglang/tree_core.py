@@ -194,6 +194,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
             policy=policy.policy,
             protected_uses=policy.protected_uses,
             tail=policy.tail,
+            capacity=policy.capacity,
             window=params.swa_retain_window if self._has_swa else None,
             window_gates=params.swa_gates_prefix_match,
             state_grid=mamba_checkpoint_grid(params.page_size) if _MAMBA in parts else None,
