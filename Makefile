@@ -70,7 +70,7 @@ COMMANDS := help demo demo-cluster dev test test-engines test-vllm-engine lint f
     cpu-test process-test software-test rust-test orders fuzz-briefly engines engine-test engine-runs old-torch-test version-test \
     rust-lint test-crates-lint python-lint stub-lint kernel-lint wheel-lint verify-types \
     bench-contiguous bench-cuda bench-generate bench-late-bytes bench-lmcache bench-nixl bench-peers bench-pymllm bench-sglang \
-    bench-sglang-engine bench-vllm bench-vllm-engine bench-vllm-eviction chart fuzz fuzz-build histories mutants miri soak \
+    bench-sglang-engine bench-sglang-eviction bench-vllm bench-vllm-engine bench-vllm-eviction chart fuzz fuzz-build histories mutants miri soak \
     soak-threads kernels kernel-report wheels licences gpu-package gpu-results gpu-rehearsal clean
 .PHONY: $(COMMANDS)
 
@@ -230,6 +230,7 @@ api: $(DEV)
 
 # `benches/run` has the commands; `make bench-NAME` runs those of an engine, a GPU or a trace, beside the same of kvpool.
 bench-sglang bench-sglang-engine: $(VENV)/engines/.installed $(SGLANG_TORCH)/.installed
+bench-sglang-eviction: $(VENV)/engines/.installed
 bench-nixl bench-late-bytes: $(VENV)/nixl/.installed
 bench-vllm: $(VENV)/vllm/.installed
 bench-vllm-engine bench-vllm-eviction: $(VENV)/vllm-engine/.installed
