@@ -71,6 +71,8 @@ pub(super) struct BlockOrder {
     remembered_every: u32,
     now: Tick,
     blocks: Vec<KnownBlock>,
+    /// The number of known blocks.
+    known: u32,
     /// The blocks that are not used again, which are taken before those of the policy: the least recently used first.
     ended: BTreeSet<(Tick, BlockId)>,
     sessions: Sessions<Place>,
@@ -99,6 +101,7 @@ impl BlockOrder {
             remembered_every: every.get(),
             now: Tick::default(),
             blocks: vec![unknown; count],
+            known: 0,
             ended: BTreeSet::new(),
             sessions: Sessions::default(),
             user: None,
@@ -155,6 +158,7 @@ impl BlockOrder {
             }
             let here = self.at_mut(block);
             *here = KnownBlock { key, before: place, end, behind: 0, user: session, is_known: true, ..*here };
+            self.known += 1;
             before = Some(block);
         }
         if !waiting.is_empty() {
@@ -292,6 +296,8 @@ impl BlockOrder {
 
     /// Returns the block to take next, if there is one that is offered.
     pub(super) fn victim(&mut self) -> Option<BlockId> {
+        // Requests that run have other blocks, too.
+        self.policy.record_shortage(u64::from(self.known) * u64::from(self.tokens), self.now);
         let ended = self.ended.first().map(|&(.., block)| block);
         ended.or_else(|| self.policy.victim(self.now).map(|victim| BlockId::new(victim.number())))
     }
@@ -314,6 +320,7 @@ impl BlockOrder {
         }
         *self.at_mut(block) =
             KnownBlock { is_known: false, behind: 0, before: None, held: here.held.wrapping_add(1), ..here };
+        self.known -= 1;
         if let Some(before) = before {
             self.at_mut(before).behind -= 1;
             self.offer(before, queue);

@@ -1,6 +1,6 @@
 //! Eviction in steps: the engine frees the values of one step before it asks for the next.
 
-use super::{HybridTree, NodeHandle, NodeId, PageDigest, Part, ROOT};
+use super::{HybridTree, NodeHandle, NodeId, PageDigest, Part, ROOT, Sizes};
 use crate::base::{EngineSlot, prefetch};
 use crate::cache::Namespace;
 
@@ -115,6 +115,12 @@ impl HybridTree {
         }
     }
 
+    /// Returns the leaf to evict next.
+    fn first_leaf(&mut self) -> Option<NodeId> {
+        let Sizes { evictable, locked } = self.sizes[Part::Full.index()];
+        self.queue.first(evictable + locked)
+    }
+
     fn next_leaf(&mut self, evicted: usize) -> Option<Victim> {
         let eviction = self.evictions.0[Part::Full.index()].as_ref()?;
         let (wanted, refused) = (eviction.wanted, eviction.proposed.last().copied());
@@ -125,7 +131,7 @@ impl HybridTree {
         if evicted >= wanted {
             return Some(Victim::Nothing);
         }
-        let Some(id) = self.queue.first() else { return Some(Victim::Nothing) };
+        let Some(id) = self.first_leaf() else { return Some(Victim::Nothing) };
         self.spare_front(id, wanted - evicted);
         let leaf = self.handle(id);
         self.evictions.0[Part::Full.index()].as_mut()?.proposed.push(leaf);
@@ -186,7 +192,7 @@ impl HybridTree {
         let mut frees = Frees::default();
         frees.full.reserve(wanted.min(self.sizes(Part::Full).evictable));
         while frees.count(Part::Full) < wanted
-            && let Some(id) = self.queue.first()
+            && let Some(id) = self.first_leaf()
         {
             if frees.nodes.len() % NODES_AHEAD == FETCH_AT {
                 self.fetch_leaves(id);

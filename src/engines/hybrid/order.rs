@@ -98,10 +98,11 @@ impl Queue {
         }
     }
 
-    pub(super) fn first(&mut self) -> Option<NodeId> {
+    /// Returns the leaf to evict next of a tree with `cached` tokens.
+    pub(super) fn first(&mut self, cached: usize) -> Option<NodeId> {
         match self {
             Self::Ranked(leaves) => leaves.first().map(|&(_, leaf)| leaf),
-            Self::Worth(leaves) => leaves.first(),
+            Self::Worth(leaves) => leaves.first(cached),
         }
     }
 

@@ -72,7 +72,9 @@ impl WorthQueue {
         leaves.for_each(|leaf| self.remove(leaf));
     }
 
-    pub(super) fn first(&mut self) -> Option<NodeId> {
+    /// Returns the leaf to evict next of a tree with `cached` tokens: requests that run have other slots, too.
+    pub(super) fn first(&mut self, cached: usize) -> Option<NodeId> {
+        self.policy.record_shortage(cached as u64, self.now);
         self.policy.victim(self.now)
     }
 
