@@ -14,8 +14,8 @@
 //!
 //! *Invariant.* Every node except the root has one slot for full attention for each token, and either one
 //! window slot for each token or none. A node is in the list of windows or of states exactly if it has one.
-//! Leaves without locks are queued by their rank in the eviction order, or by a policy ([`worth`]). [`HybridTree::broken_invariant`]
-//! checks all of them.
+//! Leaves without locks are queued by their rank in the eviction order, or by a policy.
+//! [`HybridTree::broken_invariant`] checks all of them.
 //!
 //! *Cost.* Finding and inserting cost one comparison of the tokens, and one look-up for each node. Evicting
 //! costs the evicted values, and a logarithm of the number of leaves. Locking costs the nodes on the path.

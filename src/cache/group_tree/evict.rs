@@ -67,9 +67,8 @@ impl GroupTree {
     /// `None` if there is nothing to give up.
     ///
     /// First units of windows that nothing needs, of the groups that are short, or that leave a slab empty. Then, with
-    /// states, what is worth least for its memory ([`Tree::evict_end`]). Without them, ends that a later one of the same
-    /// request supersedes, if windows are short; leaves, in the order of the policy; and what leases on longer prefixes
-    /// do not need.
+    /// states, what is worth least for its memory. Without them, ends that a later one of the same request supersedes,
+    /// if windows are short; leaves, in the order of the policy; and what leases on longer prefixes do not need.
     ///
     /// `relief` is that of one call that is short: the slabs are looked through until none is left that helps.
     pub fn relieve(
