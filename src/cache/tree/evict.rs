@@ -83,7 +83,6 @@ impl Tree {
         if has_keys.is_err() || evicted.pages.try_reserve(pages).is_err() {
             return evicted;
         }
-        self.record_shortage();
         while evicted.pages.len() < pages {
             let Some(NextLeaf { leaf, is_of_policy }) = self.next_leaf() else { break };
             // The policy cannot guess what follows a leaf that it does not have.
@@ -96,15 +95,11 @@ impl Tree {
         evicted
     }
 
-    /// Tells the policy how much it has room for.
-    pub(super) fn record_shortage(&mut self) {
-        self.queues.policy.record_shortage((self.counts.cached * self.page_size) as u64, self.now);
-    }
-
     /// Returns the leaf to evict next.
     pub(super) fn next_leaf(&mut self) -> Option<NextLeaf> {
-        let now = self.now;
+        let (now, cached) = (self.now, self.counts.cached * self.page_size);
         let Queues { policy, ended, retained, .. } = &mut self.queues;
+        policy.record_shortage(cached as u64, now);
         let ended = ended.first().map(|&(.., leaf)| leaf);
         let of_policy = if ended.is_none() { policy.victim(now) } else { None };
         let retained = || retained.first().map(|&(.., leaf)| leaf);
