@@ -10,6 +10,9 @@
 //! the requests count that have resumed from it. A policy that estimates nothing has snapshots go by the time
 //! since their last use.
 //!
+//! Where pages and snapshots share memory, what counts is the value for the memory that is freed: of a snapshot within a
+//! path its own, of one at the end of a leaf also that of the pages there, which are of no use without it.
+//!
 //! *Cost.* An eviction looks at every snapshot: 0.02 ms with 1,000 of them, and 0.2 ms with 10,000. A GPU has a few
 //! hundred. An insertion or a removal does so only if there are nodes below.
 
@@ -46,15 +49,13 @@ impl FreedMemory {
 
     /// Returns how likely requests are to resume from a snapshot, compared to others that are used as often.
     fn likelihood(self, snapshot: &Snapshot, is_last: bool) -> f64 {
-        let (has_pages, is_likely) = (self.page > 0.0, is_last || snapshot.was_chosen);
+        let has_pages = self.page > 0.0;
+        let likely = if has_pages { LIKELY_BESIDE_PAGES } else { LIKELY };
         // What has resumed there goes on behind it, and comes back to a later snapshot.
-        let is_passed = !is_last && snapshot.uses > 1 && snapshot.below == 1;
-        match (has_pages, is_likely) {
-            (true, _) if is_passed => LIKELY_BESIDE_PAGES.recip(),
-            (true, true) => LIKELY_BESIDE_PAGES,
-            (false, true) => LIKELY,
-            (_, false) => 1.0,
+        if has_pages && !is_last && snapshot.uses > 1 && snapshot.below == 1 {
+            return likely.recip();
         }
+        if is_last || snapshot.was_chosen { likely } else { 1.0 }
     }
 }
 
