@@ -268,6 +268,32 @@ def test_a_policy_takes_the_ends_of_prompts_first() -> None:
     assert len(cached) == 3, "popped blocks keep their hashes, as vLLM's do"
 
 
+def test_a_policy_learns_beside_requests_that_have_blocks() -> None:
+    """80 of 90 prompts in turn fit what running requests leave, and all would fit with their blocks."""
+    found = {}
+    for policy in ("lru", "adaptive"):
+        queue, cached = BlockQueue(160), BlockMap()
+        queue.evict_by(policy, 64)
+        queue.alloc(80, cached, {})
+        found[policy], held = 0, dict[int, Block]()
+        for turn in range(9000):
+            name = turn % 90
+            block = held.get(name)
+            if block is not None and block.block_hash is not None:
+                found[policy] += 1
+                queue.retain([block])
+                queue.look_up(64)
+            else:
+                [block], _ = queue.alloc(1, cached, {})
+                held = {other: its for other, its in held.items() if its is not block} | {name: block}
+                cached.cache([block], [name.to_bytes(4, "big")], 0, 64, 64, None, {})
+                queue.look_up(64)
+                queue.add_prompt([block])
+            queue.free([block])
+    assert found["lru"] == 0
+    assert found["adaptive"] > 4000
+
+
 def test_what_only_an_ended_session_used_is_taken_first() -> None:
     queue, cached = BlockQueue(7), BlockMap()
     queue.evict_by("adaptive", 4)

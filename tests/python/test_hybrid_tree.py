@@ -139,6 +139,25 @@ def test_what_is_inserted_again_is_worth_more() -> None:
     assert found["adaptive"] > 0.2 * 60 * 6 * 208
 
 
+def test_what_is_worth_least_is_learned_beside_requests_that_have_slots() -> None:
+    """Eight of nine prompts in turn fit what others leave, and all would fit with their slots."""
+    found = {}
+    for policy in ("lru", "adaptive"):
+        tree = HybridTree(16, policy=policy, capacity=2560)
+        found[policy] = 0
+        for turn in range(1500):
+            tokens = [turn % 9] * 160
+            length = tree.match(tokens).length
+            found[policy] += length
+            short = tree.evictable_size(0) + 160 - length - 1280
+            if short > 0:
+                tree.evict(short)
+            tree.insert(tokens, range(160), found=length)
+        tree.verify()
+    assert found["lru"] == 0
+    assert found["adaptive"] > 0.3 * 1500 * 160
+
+
 def test_what_is_worth_least_is_named_step_by_step() -> None:
     tree = HybridTree(1, policy="adaptive", capacity=64)
     nodes = [tree.insert([first], [first]).node for first in range(3)]
