@@ -159,12 +159,10 @@ def _found(
             found += lease.length
             if states is None and lease.length < len(tokens):
                 lease.publish(tokens[lease.length :], allocator.alloc(len(tokens) - lease.length))
-            # What other prompts have in common with this one ends a chunk.
             cached = lease.kv_length
             while lease.length < len(tokens):
                 begin = lease.length
-                end = min(begin + chunk, len(tokens))
-                end = cached if begin < cached < end else end
+                end = _chunk_end(begin, len(tokens), chunk, cached)
                 lease.publish(tokens[begin:end], allocator.alloc(end - begin), state=1)
     return found
 
@@ -190,11 +188,16 @@ def _found_in_arena(
             known = lease.known_length
             while lease.length < len(text):
                 begin = lease.length
-                end = min(begin + chunk, len(text))
-                end = known if begin < known < end else end
+                end = _chunk_end(begin, len(text), chunk, known)
                 units = arena.alloc({"full": (end - begin) // block, "state": 1})
                 # The arena has no room for more of the prompt.
                 if units is None:
                     break
                 lease.publish(text[:end], units)
     return found, cache.group_stats("state")["units"]
+
+
+def _chunk_end(begin: int, length: int, chunk: int, known: int) -> int:
+    """Return where a chunk ends: at the latest where other prompts diverge from this one, at `known`."""
+    end = min(begin + chunk, length)
+    return known if begin < known < end else end
