@@ -10,9 +10,9 @@
 //! evicted.
 //!
 //! At the same time the policy estimates what least-recently-used eviction would have found ([`Recency`]).
-//! While the cache finds less than that, apart from a small allowance, and until the policy has learned
-//! enough, the least recently used leaf is evicted instead. So the cache finds at least about 0.97 of what
-//! least-recently-used eviction finds, for any sequence of requests.
+//! While the cache finds less than that, apart from a small [`Margin`], and until the policy has learned
+//! enough, the least recently used leaf is evicted instead. So the cache finds about 0.97 of what
+//! least-recently-used eviction finds, or more.
 //!
 //! A tier below evicts by the same worth ([`Learned`]), as long as more is found in both than recency would find there.
 //!
@@ -42,7 +42,7 @@ use cohorts::{Cohorts, Ties};
 use ghosts::{Ghost, Ghosts};
 use levels::Levels;
 use lifetimes::Lifetimes;
-use recency::Recency;
+use recency::{Margin, Recency};
 
 pub(in crate::cache) use lifetimes::real;
 
@@ -53,10 +53,6 @@ const USES: usize = 8;
 /// The number of classes of blocks. An outlook says more of the next use than the uses before, and is a class of its
 /// own.
 const CLASSES: usize = USES + 3;
-
-/// The share by which the cache and the tier below it must find more than least-recently-used eviction would in a tier
-/// alone. Otherwise the tier goes by recency, which finds about as much there.
-const LEAD_BELOW: f64 = 0.02;
 
 /// Returns the class of a block that was used `uses` times; `None` if it is not used again.
 fn class(uses: u32, outlook: Outlook) -> Option<usize> {
@@ -105,7 +101,7 @@ impl Adaptive {
             cohorts: Cohorts::new(ages.clone(), levels.len() * CLASSES, Ties::First),
             ghosts: Ghosts::new(capacity, block_tokens),
             lifetimes: Lifetimes::new(capacity, ages.clone()),
-            recency: Recency::new(capacity),
+            recency: Recency::new(capacity, Margin::OF_TRIAL),
             recency_below: None,
             ages,
             levels,
@@ -182,7 +178,7 @@ impl Policy for Adaptive {
     }
 
     fn set_below(&mut self, tokens: u64) -> bool {
-        self.recency_below = Some(Recency::with_allowance(tokens, -LEAD_BELOW));
+        self.recency_below = Some(Recency::new(tokens, Margin::BELOW));
         true
     }
 
@@ -198,7 +194,7 @@ impl Policy for Adaptive {
 
     fn learned(&mut self, now: Tick) -> Option<Learned> {
         self.learn(now);
-        let is_matched = self.recency_below.as_ref().is_some_and(Recency::is_matched);
+        let is_matched = self.recency_below.as_mut().is_some_and(Recency::is_matched);
         (self.lifetimes.is_known() && is_matched).then(|| Learned::new(self.lifetimes.worth()))
     }
 

@@ -16,8 +16,26 @@ use crate::cache::policy::Tick;
 /// The number of spans into which the capacity is divided.
 const SPANS: usize = 256;
 
-/// The share of what least-recently-used eviction finds that a cache may lose while it tries another order.
-const ALLOWANCE: f64 = 0.02;
+/// What a cache may find less than least-recently-used eviction does, before it goes by recency itself.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Margin {
+    /// As a share of what it finds. If it is negative, the cache must find more.
+    of_found: f64,
+    /// What is added to that, as a share of the capacity: so much is lost by chance when little was looked up yet.
+    of_capacity: f64,
+    /// The share of the whole that a cache which goes by recency may still have lost when it tries another order again.
+    /// Each change of the order costs something: what is kept for the one is evicted first by the other.
+    to_try_again: f64,
+}
+
+impl Margin {
+    /// That of a cache that tries another order.
+    pub(super) const OF_TRIAL: Self = Self { of_found: 0.02, of_capacity: 1.0 / 16.0, to_try_again: 0.5 };
+
+    /// That of a cache and the tier below it, which find about as much by recency if they do not find more than recency
+    /// in a tier alone.
+    pub(super) const BELOW: Self = Self { of_found: -0.02, of_capacity: 0.0, to_try_again: 1.0 };
+}
 
 /// The counts of found tokens halve each time that this many times the capacity was looked up.
 const HALF_LIFE: f64 = 256.0;
@@ -36,7 +54,8 @@ pub(super) struct Recency {
     capacity: u64,
     /// The time at which that was recorded.
     short: Option<Tick>,
-    allowance: f64,
+    margin: Margin,
+    is_matched: bool,
     /// The spans of the tokens that such a cache would hold, oldest first.
     spans: VecDeque<Span>,
     tokens_held: u64,
@@ -50,16 +69,12 @@ pub(super) struct Recency {
 }
 
 impl Recency {
-    pub(super) fn new(capacity: u64) -> Self {
-        Self::with_allowance(capacity, ALLOWANCE)
-    }
-
-    /// Creates an estimate for a cache that may lose this share of what it estimates.
-    pub(super) fn with_allowance(capacity: u64, allowance: f64) -> Self {
+    pub(super) fn new(capacity: u64, margin: Margin) -> Self {
         Self {
             capacity,
             short: None,
-            allowance,
+            margin,
+            is_matched: true,
             spans: VecDeque::new(),
             tokens_held: 0,
             now: Tick::default(),
@@ -70,9 +85,13 @@ impl Recency {
         }
     }
 
-    /// Returns whether the cache finds as much as least-recently-used eviction, apart from the allowance.
-    pub(super) fn is_matched(&self) -> bool {
-        self.recent <= self.own * (1.0 + self.allowance)
+    /// Returns whether the cache finds as much as least-recently-used eviction, apart from the margin.
+    pub(super) fn is_matched(&mut self) -> bool {
+        let Margin { of_found, of_capacity, to_try_again } = self.margin;
+        let share = if self.is_matched { 1.0 } else { to_try_again };
+        let may_lose = share * (of_found * self.own + of_capacity * real(self.capacity));
+        self.is_matched = self.recent - self.own <= may_lose;
+        self.is_matched
     }
 
     /// Records that the cache is short of memory and keeps `tokens` tokens: as many are left to least-recently-used
@@ -184,7 +203,7 @@ mod tests {
     fn finds_as_much_as_recency() {
         let mut used = [None; 40];
         let mut recent: Vec<usize> = Vec::new();
-        let (mut ledger, mut found, mut state) = (Recency::new(16), 0_u32, 1_usize);
+        let (mut ledger, mut found, mut state) = (Recency::new(16, Margin::OF_TRIAL), 0_u32, 1_usize);
         for now in (1..4000).map(Tick::new) {
             state = (state * 1_103_515_245 + 12345) % (1 << 31);
             let token = (state >> 16) % 40 * ((state >> 8) % 40) / 40;
@@ -200,5 +219,24 @@ mod tests {
             }
         }
         assert!((ledger.recent - f64::from(found)).abs() < 1.0, "{} of {found}", ledger.recent);
+    }
+
+    #[test]
+    fn a_cache_may_lose_a_little_and_then_catches_up() {
+        let mut ledger = Recency::new(1600, Margin::OF_TRIAL);
+        ledger.add(6000, Tick::new(1));
+        let mut use_again = |found: u32, missed: u32| {
+            ledger.record_found(Tick::new(1), found, Tick::new(1));
+            ledger.record_missed(Tick::new(1), missed, Tick::new(1));
+            ledger.is_matched()
+        };
+        assert!(use_again(0, 100), "a sixteenth of the capacity");
+        assert!(!use_again(0, 1));
+        assert!(!use_again(100, 0), "lost: 101 of the 102 that it may, but it goes by recency now");
+        // Half of 2 % of these and of a sixteenth of the capacity.
+        assert!(!use_again(4_999, 0));
+        assert!(use_again(1, 0));
+        assert!(use_again(0, 100), "101 more");
+        assert!(!use_again(0, 2));
     }
 }
