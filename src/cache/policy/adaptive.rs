@@ -89,6 +89,8 @@ pub(super) struct Adaptive {
     cost: Option<PrefillCost>,
     /// Whether the last victim was chosen by its worth, and not by recency.
     is_judged: bool,
+    /// When that was asked last.
+    asked: Option<Tick>,
     capacity: f64,
     block_tokens: u32,
 }
@@ -107,6 +109,7 @@ impl Adaptive {
             levels,
             cost,
             is_judged: false,
+            asked: None,
             capacity: real(capacity),
             block_tokens: block_tokens.get(),
         }
@@ -155,8 +158,11 @@ impl Policy for Adaptive {
     }
 
     fn victim(&mut self, now: Tick) -> Option<NodeId> {
-        self.learn(now);
-        self.is_judged = self.lifetimes.is_known() && self.recency.is_matched();
+        // Many leaves may go at one time: what order they go by is asked once.
+        if self.asked.replace(now) != Some(now) {
+            self.learn(now);
+            self.is_judged = self.lifetimes.is_known() && self.recency.is_matched();
+        }
         if self.is_judged {
             self.cohorts.least(worth(&self.levels, &self.lifetimes), now)
         } else {

@@ -79,10 +79,14 @@ impl Tree {
     pub fn evict(&mut self, pages: usize, cause: Cause) -> Evicted {
         let mut evicted = Evicted::default();
         let Some(pages) = self.fitting(pages.min(self.counts.evictable())) else { return evicted };
+        if pages == 0 {
+            return evicted;
+        }
         let has_keys = self.keyed.reserve_removed(pages, &mut evicted.keys, &mut evicted.histories);
         if has_keys.is_err() || evicted.pages.try_reserve(pages).is_err() {
             return evicted;
         }
+        self.record_shortage();
         while evicted.pages.len() < pages {
             let Some(NextLeaf { leaf, is_of_policy }) = self.next_leaf() else { break };
             // The policy cannot guess what follows a leaf that it does not have.
@@ -95,11 +99,16 @@ impl Tree {
         evicted
     }
 
-    /// Returns the leaf to evict next.
+    /// Tells the policy that the memory is short.
+    pub(super) fn record_shortage(&mut self) {
+        let cached = self.counts.cached * self.page_size;
+        self.queues.policy.record_shortage(cached as u64, self.now);
+    }
+
+    /// Returns the leaf to evict next, after [`Self::record_shortage`].
     pub(super) fn next_leaf(&mut self) -> Option<NextLeaf> {
-        let (now, cached) = (self.now, self.counts.cached * self.page_size);
+        let now = self.now;
         let Queues { policy, ended, retained, .. } = &mut self.queues;
-        policy.record_shortage(cached as u64, now);
         let ended = ended.first().map(|&(.., leaf)| leaf);
         let of_policy = if ended.is_none() { policy.victim(now) } else { None };
         let retained = || retained.first().map(|&(.., leaf)| leaf);
@@ -186,8 +195,7 @@ impl Tree {
         self.counts.heap_capacity -= freed;
         self.counts.cached -= trimmed.len();
         self.counts.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
-        self.keyed.record_removed(&trimmed, &mut evicted.keys);
-        evicted.histories.resize(evicted.keys.len(), history);
+        self.keyed.record_removed(&trimmed, history, evicted);
         evicted.pages.extend_from_slice(&trimmed);
     }
 
@@ -235,8 +243,7 @@ impl Tree {
         self.counts.cached -= pages.len();
         self.counts.pinned -= if is_pinned { pages.len() } else { 0 };
         self.nodes.vacate(leaf);
-        self.keyed.record_removed(&pages, &mut evicted.keys);
-        evicted.histories.resize(evicted.keys.len(), history);
+        self.keyed.record_removed(&pages, history, evicted);
         evicted.pages.extend_from_slice(&pages);
     }
 
@@ -280,8 +287,9 @@ impl Tree {
     /// Records that the pages of `nodes`, with or without leases, can no longer be found.
     fn record_all_removed(&mut self, nodes: &[NodeId]) {
         for &id in nodes {
-            let pages = std::mem::take(&mut self.node_mut(id).pages);
-            self.keyed.record_removed(&pages, &mut Vec::new());
+            let Node { history, pages, .. } = self.node_mut(id);
+            let (history, pages) = (*history, std::mem::take(pages));
+            self.keyed.record_removed(&pages, history, &mut Evicted::default());
             self.node_mut(id).pages = pages;
         }
     }
@@ -313,14 +321,14 @@ impl Tree {
 
     /// Adds a node to the queue of evictable leaves, if it is such a leaf.
     pub(super) fn queue(&mut self, id: NodeId) {
-        let Node { history, end, ref tokens, .. } = *self.node(id);
-        let positions = end - super::narrow(tokens.len())..end;
         let now = self.now;
         let here = self.node_mut(id);
         if here.kind != Kind::Run || here.locks > 0 || here.children > 0 || here.is_queued {
             return;
         }
         here.is_queued = true;
+        let Node { history, end, ref tokens, .. } = *here;
+        let positions = end - super::narrow(tokens.len())..end;
         if history.priority > 0 {
             self.queues.retained.insert((history.priority, history.used, id));
         } else if history.outlook == Outlook::Ended {

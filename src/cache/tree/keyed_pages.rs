@@ -1,7 +1,7 @@
 //! The keys by which other processes and other tiers know the pages of a tree, and the events that report
 //! changes.
 
-use super::{NodeId, OfferedPages, Tree};
+use super::{Evicted, NodeId, OfferedPages, Tree};
 use crate::base::{Page, Result, try_reserve};
 use crate::cache::journal::{Journal, KeyedRun};
 use crate::cache::keys::PageKeys;
@@ -47,16 +47,18 @@ impl KeyedPages {
         }
     }
 
-    /// Records that `pages` can no longer be found. Appends the keys of those that could, the last one first,
-    /// to `removed`, which needs no memory if it has room for them.
-    pub(super) fn record_removed(&mut self, pages: &[Page], removed: &mut Vec<PageHash>) {
+    /// Records that `pages`, which have this history, can no longer be found. Appends the keys of those that could, the
+    /// last one first, to those of `evicted`, which needs no memory if it has room for them.
+    pub(super) fn record_removed(&mut self, pages: &[Page], history: History, evicted: &mut Evicted) {
         let Some(keys) = &mut self.keys else { return };
+        let Evicted { keys: removed, histories, .. } = evicted;
         let begin = removed.len();
         keys.remove(pages, removed);
         if let Some(journal) = &mut self.journal {
             journal.removed(Tier::Device, None, &removed[begin..]);
         }
         removed[begin..].reverse();
+        histories.resize(removed.len(), history);
     }
 
     /// Makes room in `removed` and `histories` for the keys of `pages` pages and their histories.

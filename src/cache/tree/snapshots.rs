@@ -351,6 +351,7 @@ impl Tree {
     /// without a snapshot; or else a snapshot (see [`Tree::evict_snapshot`]), and with one at the end of a leaf the
     /// pages that are behind the one before. Returns `None` if there is nothing.
     pub(in crate::cache) fn evict_end(&mut self, freed: FreedMemory, cause: Cause) -> Option<Evicted> {
+        self.record_shortage();
         let leaf = self.next_leaf().map(|next| next.leaf);
         let bare = leaf.filter(|&leaf| self.is_bare_leaf(leaf));
         let least = |tree: &mut Self| tree.least_snapshot(None, freed).map(|(node, ..)| node);
