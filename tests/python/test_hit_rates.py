@@ -14,6 +14,7 @@ import pytest
 from kvpool.errors import ConfigError
 from kvpool.tools.cli import main
 from kvpool.tools.policies import BELADY, POLICIES, SIMULATED_POLICIES, WITH_SESSIONS
+from kvpool.tools.replay import hit_rates
 from kvpool.tools.replay.hit_rates import HitRates, Job
 from kvpool.tools.replay.hit_rates import measure as measure_job
 from kvpool.tools.replay.prompts import Prompts
@@ -252,6 +253,29 @@ def test_json_has_a_rate_for_each_policy_and_capacity() -> None:
     assert report["page_size"] == 16
 
 
+def test_requests_have_a_part_of_the_pool_beside_the_cache() -> None:
+    arguments = (*MEASURE, "--policy", "lru,adaptive,belady", "--page-size", "16")
+    alone, beside = (
+        json.loads(invoke(*arguments, "--json", *more)[1]) for more in ((), ("--in-use", "0.25"))
+    )
+    assert (alone["in_use"], beside["in_use"]) == (0.0, 0.25)
+    found_alone, found_beside = ([rate["found_blocks"] for rate in of["rates"]] for of in (alone, beside))
+    assert found_beside == found_alone  # too short a trace for a policy that learns
+    assert "requests have 25.0% of each pool" in " ".join(invoke(*arguments, "--in-use", "0.25")[1].split())
+    allocator = hit_rates._cache("lru", 3_000, 16, Job(["lru"], [3_000], in_use=0.25)).allocator
+    assert (allocator.size, allocator.available_size()) == (3_992, 2_992)
+
+
+@pytest.mark.parametrize("in_use", [0.0, 0.1, 0.3])
+def test_adaptive_finds_as_much_beside_requests(in_use: float) -> None:
+    """Of the conversation trace in 2 M tokens, beside requests that have a part of the pool."""
+    if not CONVERSATION.exists():
+        pytest.skip(f"{CONVERSATION.name} is not beside the repository in shared/traces")
+    job = Job(["lru", "adaptive"], [2_000_000], in_use=in_use)
+    recent, learned = found(measure_job(read_trace(CONVERSATION), job))
+    assert learned > 1.6 * recent
+
+
 def test_a_trace_without_hash_ids_has_no_hits(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2023-11-16 18:15:46,700,1\n" * 3)
@@ -267,6 +291,9 @@ def test_a_trace_without_hash_ids_has_no_hits(tmp_path: Path) -> None:
         (["--capacity", "x", "--no-kv", "--prefix-cache"], "--capacity: 'x' is not a size in tokens"),
         (["--capacity", "1K,0", "--no-kv", "--prefix-cache"], "--capacity: '0' is not a size in tokens"),
         (["--capacity", "1K", "--no-kv", "--prefix-cache", "--policy", "mru"], "not 'mru'"),
+        (["--in-use", "0.1"], "--in-use is beside the caches of --capacity, without --states"),
+        (["--in-use", "0.1", "--states", "16"], "--in-use is beside the caches of --capacity"),
+        (["--in-use", "1"], "1 is not 0 or more, and less than 1"),
     ],
 )
 def test_the_command_reports_errors_in_one_line(arguments: list[str], message: str) -> None:

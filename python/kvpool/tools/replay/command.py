@@ -98,11 +98,22 @@ def make_parser() -> Parser:
     switch("--kv", "store K and V and check every byte", value=True)
     switch("--need-sort", "hand out the lowest slots first, not first in, first out", value=True)
     switch("--prefix-cache", "find what requests have in common in a prefix cache", value=False)
-    policies = f"what the cache evicts first: {', '.join(POLICIES)}"
-    add("--policy", policies, metavar="POLICY", value=default.policy)
+    add(
+        "--policy",
+        f"what the cache evicts first: {', '.join(POLICIES)}",
+        metavar="POLICY",
+        value=default.policy,
+    )
     simulated = ", ".join(SIMULATED_POLICIES)
     capacity = f"measure policies (a list, all, {simulated}) at these sizes: 500K,8.2M"
     add("--capacity", capacity, metavar="SIZES")
+    add(
+        "--in-use",
+        "share of the pool that running requests have, beside the sizes of --capacity",
+        of=_share_in_use,
+        metavar="SHARE",
+        value=0.0,
+    )
     compare = "compare policies, with --policy FILE.py:CLASS your own, by hits and by seconds"
     parser.add_argument("--compare", action="store_true", help=compare)
     cost = f"costs of --compare: 8B, 70B, or a CSV file of prefills (default: {COMPARED_COSTS})"
@@ -163,7 +174,7 @@ def run(options: argparse.Namespace) -> int:
         if sizes is not None:
             if options.compare and loaded.followed_by is not None and WITH_SESSIONS not in policies:
                 policies.insert(policies.index("adaptive") + 1, WITH_SESSIONS)
-            job = Job(policies, sizes, options.page_size, costs)
+            job = Job(policies, sizes, options.page_size, costs, options.in_use)
             output.print_rates(bars.measure(loaded, job, console))
             return 0
         check_device(config.device)
@@ -186,6 +197,8 @@ def _check_measured(options: argparse.Namespace) -> None:
     measures_all = options.compare or options.states is not None
     if options.capacity is not None and not measures_all and (options.kv or not options.prefix_cache):
         refuse("--capacity measures the prefix cache alone; give --no-kv and --prefix-cache with it")
+    if options.in_use and (options.capacity is None or options.states is not None):
+        refuse("--in-use is beside the caches of --capacity, without --states")
     if options.cost is not None and not options.compare:
         refuse("--cost is what the hits of --compare save")
 
@@ -251,6 +264,14 @@ def _share(text: str) -> float | None:
     share = float(text)
     if not 0.0 < share < 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1, and not arena")
+    return share
+
+
+def _share_in_use(text: str) -> float:
+    """Return a share from 0 on and below 1."""
+    share = float(text)
+    if not 0.0 <= share < 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more, and less than 1")
     return share
 
 

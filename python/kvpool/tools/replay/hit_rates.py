@@ -113,6 +113,7 @@ class HitRates:
         costs: The costs by which seconds are counted.
         prefill_s: Seconds of all prompts without a cache, by each cost.
         bounds: One entry for each capacity, if there are costs.
+        in_use: Share of each pool that requests had.
     """
 
     trace: str
@@ -125,6 +126,7 @@ class HitRates:
     costs: tuple[PrefillCost, ...] = ()
     prefill_s: tuple[float, ...] = ()
     bounds: tuple[Bound, ...] = ()
+    in_use: float = 0.0
 
     def share(self, rate: HitRate) -> float:
         """Return the share of all blocks that was found."""
@@ -142,12 +144,14 @@ class Job:
         page_size: Slots per page, which divide the block size; the block size by default. Policies in Python
             evict whole blocks.
         costs: By which seconds are counted. The first one is that of policies that know it.
+        in_use: Share of each pool that requests have: the pools are so much larger than their caches.
     """
 
     policies: Sequence[str]
     capacities: Sequence[int]
     page_size: int | None = None
     costs: tuple[PrefillCost, ...] = ()
+    in_use: float = 0.0
 
 
 def measure(trace: Trace, job: Job, on_rate: Callable[[HitRate], None] = lambda _: None) -> HitRates:
@@ -209,6 +213,7 @@ def measure(trace: Trace, job: Job, on_rate: Callable[[HitRate], None] = lambda 
             for capacity in job.capacities
             if clocks
         ),
+        in_use=job.in_use,
     )
 
 
@@ -269,7 +274,10 @@ def _module(where: str) -> object:
 
 
 def _cache(policy: str, capacity: int, page_size: int, job: Job) -> PrefixCache:
-    allocator = TokenToKVPoolAllocator(capacity, device="cpu", page_size=page_size, need_sort=False)
+    in_use = round(capacity * job.in_use / (1 - job.in_use)) // page_size * page_size
+    allocator = TokenToKVPoolAllocator(capacity + in_use, device="cpu", page_size=page_size, need_sort=False)
+    if in_use:
+        allocator.alloc(in_use)
     if policy == ADAPTIVE_IN_SECONDS:
         return PrefixCache(allocator, cost=job.costs[0])
     if policy == WITH_SESSIONS:

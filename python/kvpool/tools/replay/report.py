@@ -79,10 +79,15 @@ def print_rates(rates: HitRates, console: Console) -> None:
     console.print(table)
     console.print(
         f"{rates.blocks:,} blocks of {rates.block_size} tokens in {rates.requests:,} prompts, pages of "
-        f"{rates.page_size}; an unlimited cache finds {rates.repeated_blocks / rates.blocks:.1%}; "
+        f"{rates.page_size}; an unlimited cache finds {rates.repeated_blocks / rates.blocks:.1%}"
+        f"{_beside(rates)}; "
         f"{sum(rate.wall_s for rate in rates.rates):,.1f} s",
         highlight=False,
     )
+
+
+def _beside(rates: HitRates) -> str:
+    return f"; requests have {rates.in_use:.1%} of each pool" if rates.in_use else ""
 
 
 def hybrid_rates_as_json(rates: HybridRates) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def print_comparison(rates: HitRates, console: Console) -> None:
         console.print(_comparison(rates, bound.capacity, at))
     console.print(
         f"{rates.blocks:,} blocks of {rates.block_size} tokens in {rates.requests:,} prompts; an unlimited "
-        f"cache finds {rates.repeated_blocks / rates.blocks:.1%}.",
+        f"cache finds {rates.repeated_blocks / rates.blocks:.1%}{_beside(rates)}.",
         "way: the share of the distance from lru to belady. bound: no policy finds or saves more; "
         "belady-seconds is greedy, and none.",
         *(
