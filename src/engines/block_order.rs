@@ -7,8 +7,11 @@
 //! Requests may be turns of [sessions](crate::cache::SessionId). What a turn leaves of the one before, and what an
 //! ended session leaves, is taken before the blocks that the policy has, as far as no other session has used it.
 //!
-//! *Invariant.* The policy and the ended blocks together are exactly the blocks that are free, are known by
-//! [`BlockOrder::add`] and have no known block behind them. A known block that only one session has used follows
+//! What a request in the waiting queue has been found to need is taken after the blocks that the policy has, until it is
+//! used.
+//!
+//! *Invariant.* The policy, the ended blocks and the waiting ones together are exactly the blocks that are free, are known
+//! by [`BlockOrder::add`] and have no known block behind them. A known block that only one session has used follows
 //! such blocks, or blocks that others have used as well.
 //!
 //! *Cost.* One call of the policy for each block that is taken, freed, used again or added, and one for each block
@@ -23,7 +26,8 @@ use crate::cache::{
     Tick, beside_path,
 };
 
-use super::EvictionQueue;
+use super::waiting_blocks::WaitingBlocks;
+use super::{EvictionQueue, QueueEnd, WaitingId};
 
 /// A block, and how many prompts it had held before: with another prompt it is another place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +52,7 @@ struct KnownBlock {
     /// The session that alone has used it.
     user: Option<SessionId>,
     is_known: bool,
-    /// Whether the policy or the ended blocks have it.
+    /// Whether the policy, the ended blocks or the waiting ones have it.
     is_offered: bool,
 }
 
@@ -75,6 +79,8 @@ pub(super) struct BlockOrder {
     known: u32,
     /// The blocks that are not used again, which are taken before those of the policy: the least recently used first.
     ended: BTreeSet<(Tick, BlockId)>,
+    /// The blocks that waiting requests need, which are taken after those of the policy.
+    waiting: WaitingBlocks,
     sessions: Sessions<Place>,
     /// The session of the request that uses blocks.
     user: Option<SessionId>,
@@ -103,6 +109,7 @@ impl BlockOrder {
             blocks: vec![unknown; count],
             known: 0,
             ended: BTreeSet::new(),
+            waiting: WaitingBlocks::default(),
             sessions: Sessions::default(),
             user: None,
         }
@@ -189,10 +196,38 @@ impl BlockOrder {
         if self.knows(block) {
             self.count_user(block, self.user);
             self.withdraw(block);
+            self.waiting.take(block);
             let history = self.at(block).history;
             self.policy.record_use(&history, self.tokens, self.now);
             let now = self.now;
             self.at_mut(block).history.touch(now);
+        }
+    }
+
+    /// Adds a request at an end of the waiting queue, which needs `blocks`.
+    pub(super) fn add_waiting(
+        &mut self,
+        blocks: &[BlockId],
+        end: QueueEnd,
+        queue: &EvictionQueue,
+    ) -> WaitingId {
+        let request = self.waiting.add(end);
+        for &block in blocks {
+            if self.knows(block) {
+                self.withdraw(block);
+                self.waiting.give(request, block, self.blocks.len());
+                self.offer(block, queue);
+            }
+        }
+        request
+    }
+
+    /// Removes a request from the waiting queue.
+    pub(super) fn remove_waiting(&mut self, request: WaitingId, queue: &EvictionQueue) {
+        for block in self.waiting.remove(request) {
+            self.withdraw(block);
+            self.waiting.take(block);
+            self.offer(block, queue);
         }
     }
 
@@ -267,13 +302,16 @@ impl BlockOrder {
         Place { block, held: self.at(block).held }
     }
 
-    /// Offers a block to the policy, or to the ended ones, if it is free and known, and no known block is behind it.
+    /// Offers a block to the policy, or to the waiting or the ended ones, if it is free and known, and no known block is
+    /// behind it.
     pub(super) fn offer(&mut self, block: BlockId, queue: &EvictionQueue) {
         let here = *self.at(block);
         if !here.is_known || here.behind > 0 || here.is_offered || !queue.contains(block) {
             return;
         }
-        if here.history.outlook == Outlook::Ended {
+        if self.waiting.needs(block) {
+            self.waiting.offer(block);
+        } else if here.history.outlook == Outlook::Ended {
             self.ended.insert((here.history.used, block));
         } else {
             let positions = here.end - self.tokens..here.end;
@@ -286,7 +324,9 @@ impl BlockOrder {
     pub(super) fn withdraw(&mut self, block: BlockId) {
         if std::mem::replace(&mut self.at_mut(block).is_offered, false) {
             let history = self.at(block).history;
-            if history.outlook == Outlook::Ended {
+            if self.waiting.needs(block) {
+                self.waiting.withdraw(block);
+            } else if history.outlook == Outlook::Ended {
                 self.ended.remove(&(history.used, block));
             } else {
                 self.policy.remove(node(block));
@@ -299,12 +339,14 @@ impl BlockOrder {
         // Requests that run have other blocks, too.
         self.policy.record_shortage(u64::from(self.known) * u64::from(self.tokens), self.now);
         let ended = self.ended.first().map(|&(.., block)| block);
-        ended.or_else(|| self.policy.victim(self.now).map(|victim| BlockId::new(victim.number())))
+        let of_policy = || self.policy.victim(self.now).map(|victim| BlockId::new(victim.number()));
+        ended.or_else(of_policy).or_else(|| self.waiting.first())
     }
 
     /// Forgets a block that loses its hash. The one before it may be the last one then.
     pub(super) fn forget(&mut self, block: BlockId, queue: &EvictionQueue) {
         self.withdraw(block);
+        self.waiting.take(block);
         let here = *self.at(block);
         if !here.is_known {
             return;

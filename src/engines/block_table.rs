@@ -9,7 +9,7 @@ use crate::cache::{BlockKey, PolicyKind, SessionId};
 use crate::index::{BadFree, BadFrees};
 
 use super::block_order::{BlockOrder, NewBlock};
-use super::{BlockHash, EvictionQueue, QueueEnd};
+use super::{BlockHash, EvictionQueue, QueueEnd, WaitingId};
 
 /// The hash of a block, and what it covers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -224,6 +224,21 @@ impl BlockTable {
             AfterTurn::Unknown => {}
             AfterTurn::Pause(kind) => order.pause(session, kind, &self.queue),
             AfterTurn::End => order.end(session, &self.queue),
+        }
+    }
+
+    /// Adds a request at an end of the engine's waiting queue, for which these blocks were found. They are taken after all
+    /// others with a hash, those of the request at the back first, until they are used or the request is removed. A block
+    /// that several waiting requests need counts as of the first of them.
+    pub fn add_waiting(&mut self, blocks: &[BlockId], end: QueueEnd) -> WaitingId {
+        let Self { order, queue, .. } = self;
+        order.as_mut().map_or(WaitingId::from(0), |order| order.add_waiting(blocks, end, queue))
+    }
+
+    /// Removes a request from the waiting queue, because it runs now or does not go on.
+    pub fn remove_waiting(&mut self, request: WaitingId) {
+        if let Some(order) = &mut self.order {
+            order.remove_waiting(request, &self.queue);
         }
     }
 

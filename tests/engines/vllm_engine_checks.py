@@ -39,6 +39,7 @@ from kvpool.errors import ConfigError
 from kvpool.integrations.vllm import tokens
 from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
 from kvpool.integrations.vllm.kv_cache_manager import EVICTION, KvpoolKVCacheManager
+from kvpool.integrations.vllm.tokens import IS_KNOWN
 from kvpool.integrations.vllm.turns import END, PAUSE, SESSION, turn_of
 
 if TYPE_CHECKING:
@@ -366,9 +367,48 @@ def test_with_a_policy_a_turn_ends_with_its_request(monkeypatch: pytest.MonkeyPa
         manager._forget(request)
     request.status, manager._learner = RequestStatus.RUNNING, own
     assert learner.mock_calls == [
-        mock.call.end_turn("chat", blocks, pause=pause, is_last=False) for pause in (None, None, "user")
+        mock.call.add_waiting(blocks, is_next=True),
+        mock.call.remove_waiting(learner.add_waiting.return_value),
+        *(mock.call.end_turn("chat", blocks, pause=pause, is_last=False) for pause in (None, None, "user")),
     ]
     sessions.engine.engine_core.shutdown()
+
+
+@pytest.mark.skipif(not IS_KNOWN, reason="vLLM's own scheduler tells of no waiting request")
+@pytest.mark.parametrize("name", SPECIAL)
+def test_with_a_policy_what_a_waiting_request_will_find_is_kept(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collects, options = SPECIAL[name]
+    sessions = Sessions("adaptive", monkeypatch, max_num_seqs=1, **options)
+    if collects:
+        sessions.pool.metrics_collector = KVCacheMetricsCollector()
+    engine, once = sessions.engine, SamplingParams(max_tokens=1, ignore_eos=True)
+    chat, others = unique(0, 161), [unique(number, 200) for number in range(1, 9)]
+    sessions.found(chat)
+    for number, other in enumerate(others):
+        engine.add_request(f"other {number}", {"prompt_token_ids": other}, once)
+    engine.add_request("chat", {"prompt_token_ids": chat}, once)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert sessions._trace.cached_tokens == 160
+    # It has had what it needs.
+    manager: KvpoolKVCacheManager = scheduler_of(engine).kv_cache_manager
+    assert manager._waiting == {}
+    for other in others:
+        sessions.found(other)
+    assert sessions.found(chat) == 0
+    # So has one that is given up.
+    for number, other in enumerate(others):
+        engine.add_request(f"other {number}", {"prompt_token_ids": other}, once)
+    engine.add_request("chat", {"prompt_token_ids": chat}, once)
+    assert len(manager._waiting) == len(others) + 1
+    engine.abort_request(["chat"])
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert manager._waiting == {}
+    assert sessions.found(chat) == 0
+    engine.engine_core.shutdown()
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -335,6 +335,29 @@ def test_what_a_running_turn_uses_is_not_superseded() -> None:
     assert queue.alloc(1, cached, {})[0] == other
 
 
+def test_what_waiting_requests_need_is_taken_last() -> None:
+    queue, cached = BlockQueue(6), BlockMap()
+    queue.evict_by("adaptive", 4)
+    first, second, third, rest = (
+        published(queue, cached, b"a", b"b"),
+        published(queue, cached, b"c"),
+        published(queue, cached, b"d"),
+        published(queue, cached, b"e", b"f"),
+    )
+    numbers = [queue.add_waiting(blocks) for blocks in (first, second, [])]
+    preempted = queue.add_waiting(third, is_next=True)
+    assert preempted < numbers[0] < numbers[1] < numbers[2]
+    assert queue.add_waiting(first) > numbers[2], "they count as of the first request"
+    gone = queue.add_waiting(rest)
+    queue.remove_waiting(gone)
+    queue.remove_waiting(gone)
+    queue.retain(first)
+    queue.free(first[::-1])
+    # No one waits for the last prompt any more, and the first one was used.
+    assert {*queue.alloc(4, cached, {})[0]} == {*rest[1:], *rest[:1], *first}
+    assert queue.alloc(2, cached, {})[0] == [*second, *third]
+
+
 def test_sessions_that_were_not_used_say_nothing() -> None:
     queue, cached = BlockQueue(4), BlockMap()
     queue.set_user("chat")
@@ -344,6 +367,7 @@ def test_sessions_that_were_not_used_say_nothing() -> None:
     blocks = published(queue, cached, b"a", b"b")
     queue.end_turn(b"chat", blocks, is_last=True)
     queue.end_turn(2**80, blocks)
+    assert BlockQueue(1).add_waiting([]) == 0
     queue.alloc(2, cached, {})
     assert queue.alloc(2, cached, {})[0] == [blocks[1], blocks[0]]
 
@@ -443,6 +467,7 @@ MISUSE: dict[str, Misuse] = {
         IndexOwnershipError,
         STRANGE,
     ),
+    "wait for another's": (lambda q, other: q.add_waiting(other.blocks), IndexOwnershipError, STRANGE),
     "pause at the end": (
         lambda q, _: q.end_turn("chat", [], pause="user", is_last=True),
         ValueError,

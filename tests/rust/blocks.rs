@@ -7,7 +7,7 @@ use kvpool::base::{BlockId, Id, widen};
 use kvpool::cache::{PolicyKind, SessionId};
 use kvpool::engines::{
     AfterTurn, BlockBytes, BlockHash, BlockMap, BlockTable, EvictionQueue, HashedBlocks, HashedTokens,
-    NotTaken, RunEnds, TakenBlocks, last_run,
+    NotTaken, QueueEnd, RunEnds, TakenBlocks, WaitingId, last_run,
 };
 use proptest::prelude::*;
 
@@ -82,13 +82,14 @@ fn call() -> impl Strategy<Value = Call> {
 }
 
 /// What a naive policy knows of a block: the one before it in its prompt, when it was used last, which session
-/// alone has used it, and whether it is used again.
+/// alone has used it, whether it is used again, and the waiting request that needs it.
 #[derive(Clone, Copy, Debug)]
 struct Naive {
     before: Option<BlockId>,
     used: usize,
     user: Option<u8>,
     is_ended: bool,
+    needed_by: Option<WaitingId>,
 }
 
 /// What a naive policy knows of a session: where its last turn ended, and what it does, if a turn has said so.
@@ -108,6 +109,8 @@ struct Engine {
     known: BTreeMap<BlockId, Naive>,
     sessions: BTreeMap<u8, NaiveSession>,
     running: Vec<Running>,
+    /// The waiting queue.
+    waiting: VecDeque<WaitingId>,
     now: usize,
 }
 
@@ -120,7 +123,7 @@ impl Engine {
         let mut table = BlockTable::new(COUNT);
         table.evict_by(policy, 64);
         let (hashed, known, sessions) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Self { table, hashed, known, sessions, running: Vec::new(), now: 0 }
+        Self { table, hashed, known, sessions, running: Vec::new(), waiting: VecDeque::new(), now: 0 }
     }
 
     /// A block that is no longer known is behind no other, and a turn ended before it.
@@ -152,7 +155,7 @@ impl Engine {
         for block in blocks {
             if let Some(known) = self.known.get_mut(block) {
                 let other = known.user.filter(|&other| user == Some(other));
-                *known = Naive { used: self.now, user: other, is_ended: false, ..*known };
+                *known = Naive { used: self.now, user: other, is_ended: false, needed_by: None, ..*known };
             }
         }
     }
@@ -194,6 +197,31 @@ impl Engine {
         self.sessions.insert(number, state);
     }
 
+    /// Adds a request for a prompt at an end of the waiting queue.
+    fn wait(&mut self, path: &[u8], end: QueueEnd) {
+        let blocks: Vec<_> =
+            (1..=path.len()).map_while(|len| self.hashed.get(&path[..len]).copied()).collect();
+        let request = self.table.add_waiting(&blocks, end);
+        for block in blocks {
+            if let Some(known) = self.known.get_mut(&block) {
+                known.needed_by = known.needed_by.or(Some(request));
+            }
+        }
+        match end {
+            QueueEnd::Front => self.waiting.push_front(request),
+            QueueEnd::Back => self.waiting.push_back(request),
+        }
+    }
+
+    /// Removes a request from the waiting queue.
+    fn stop_waiting(&mut self, index: prop::sample::Index) {
+        let request = self.waiting.remove(index.index(self.waiting.len())).unwrap();
+        self.table.remove_waiting(request);
+        for known in self.known.values_mut() {
+            known.needed_by = known.needed_by.filter(|&other| other != request);
+        }
+    }
+
     /// The known blocks that are free and have no known block behind them.
     fn leaves(&self) -> Vec<BlockId> {
         let is_last = |block| self.known.values().all(|other| other.before != Some(block));
@@ -209,11 +237,17 @@ impl Engine {
         let (front, leaves) = (self.table.queue().front().unwrap(), self.leaves());
         let taken = self.table.pop().unwrap();
         if self.known.contains_key(&front) && !leaves.is_empty() {
-            let is_ended = |block: &BlockId| self.known[block].is_ended;
-            let has_ended = leaves.iter().any(is_ended);
-            let leaves: Vec<_> = leaves.into_iter().filter(|block| !has_ended || is_ended(block)).collect();
+            // Those that have ended, then those of the policy, then those that the last waiting request needs.
+            let place_of = |block: &BlockId| {
+                let known = self.known[block];
+                let place = known.needed_by.and_then(|id| self.waiting.iter().position(|&other| other == id));
+                (!known.is_ended || place.is_some(), place.map(|place| self.waiting.len() - place))
+            };
+            let first = leaves.iter().map(place_of).min().unwrap();
+            let leaves: Vec<_> = leaves.into_iter().filter(|block| place_of(block) == first).collect();
             assert!(leaves.contains(&taken), "{taken:?} is none of {leaves:?}");
-            if has_ended || matches!(policy, PolicyKind::Lru) {
+            let (is_judged, is_needed) = (first.0, first.1.is_some());
+            if !is_needed && (!is_judged || matches!(policy, PolicyKind::Lru)) {
                 let used = |block: &BlockId| self.known[block].used;
                 assert_eq!(used(&taken), leaves.iter().map(used).min().unwrap());
             }
@@ -240,7 +274,8 @@ impl Engine {
             self.hashed.insert(path[..len].to_vec(), block);
             let before =
                 len.checked_sub(2).map(|at| blocks[at]).filter(|block| self.known.contains_key(block));
-            self.known.insert(block, Naive { before, used: self.now, user, is_ended: false });
+            self.known
+                .insert(block, Naive { before, used: self.now, user, is_ended: false, needed_by: None });
         }
         let before = found.checked_sub(1).map(|at| blocks[at]);
         self.table.add_prompt(before, &blocks[found..], user.map(session));
@@ -261,6 +296,8 @@ enum EngineStep {
     TakeHash(BlockId),
     Share(prop::sample::Index),
     Undo(usize),
+    Wait(Vec<u8>, QueueEnd),
+    StopWaiting(prop::sample::Index),
 }
 
 fn engine_step() -> impl Strategy<Value = EngineStep> {
@@ -273,6 +310,10 @@ fn engine_step() -> impl Strategy<Value = EngineStep> {
         1 => block().prop_map(EngineStep::TakeHash),
         1 => any::<prop::sample::Index>().prop_map(EngineStep::Share),
         1 => (0..4_usize).prop_map(EngineStep::Undo),
+        2 => (prop::collection::vec(0..3_u8, 1..5), any::<bool>()).prop_map(|(path, is_first)| {
+            EngineStep::Wait(path, if is_first { QueueEnd::Front } else { QueueEnd::Back })
+        }),
+        2 => any::<prop::sample::Index>().prop_map(EngineStep::StopWaiting),
     ]
 }
 
@@ -301,6 +342,8 @@ proptest! {
                 }
                 EngineStep::Say(number, ends) => engine.end_turn(number, &[], Some(ends)),
                 EngineStep::TakeHash(block) => engine.forget(block),
+                EngineStep::Wait(path, end) => engine.wait(&path, end),
+                EngineStep::StopWaiting(index) if !engine.waiting.is_empty() => engine.stop_waiting(index),
                 EngineStep::Undo(count) => {
                     // What is given back is free, in front, and has kept its hash; the policy knows it no longer.
                     let before: Vec<BlockId> = engine.table.queue().iter().collect();
@@ -315,7 +358,7 @@ proptest! {
                         engine.unknow(block);
                     }
                 }
-                EngineStep::End(..) | EngineStep::Share(_) => {}
+                EngineStep::End(..) | EngineStep::Share(_) | EngineStep::StopWaiting(_) => {}
             }
         }
         // Everything can be taken, each block once.

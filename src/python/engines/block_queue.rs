@@ -239,6 +239,34 @@ impl BlockQueue {
         Ok(())
     }
 
+    /// Adds a request at an end of the engine's waiting queue, for which blocks were found: they are taken after all others
+    /// with a hash, those of the last request first, until they are used (`retain`) or the request is removed. A block
+    /// that several waiting requests need counts as of the one that was added first. Without a policy nothing changes.
+    ///
+    /// Args:
+    ///     blocks: The blocks, in the order of the prompt. Those that no prompt has named are left out.
+    ///     is_next: Whether the request is the next one, as after it was preempted, and not the last one.
+    ///
+    /// Returns:
+    ///     The number of the request in the queue: the lower, the earlier.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: If a block is of another queue. Nothing is changed.
+    #[pyo3(signature = (blocks, *, is_next=false))]
+    fn add_waiting(&self, blocks: &Bound<'_, PyAny>, is_next: bool) -> PyResult<i64> {
+        let numbers = self.numbers(blocks)?;
+        let end = if is_next { QueueEnd::Front } else { QueueEnd::Back };
+        Ok(self.lock().add_waiting(&numbers, end).number())
+    }
+
+    /// Removes a request from the waiting queue, because it runs now or does not go on.
+    ///
+    /// Args:
+    ///     request: The number that `add_waiting` returned. One that is not in the queue changes nothing.
+    fn remove_waiting(&self, request: i64) {
+        self.lock().remove_waiting(request.into());
+    }
+
     /// The object before the first free block.
     #[getter]
     fn fake_free_list_head(&self, py: Python<'_>) -> Py<Block> {

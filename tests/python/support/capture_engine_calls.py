@@ -72,6 +72,8 @@ BLOCK_CALLS: dict[str, Callable[[Blocks], object]] = {
     "BlockQueue.end_turn": lambda b: b.queue.end_turn("chat 3", b.taken, pause="bash"),
     "Block.set_block_hash": lambda b: b.queue.blocks[3].set_block_hash(b"other"),
     "Block.reset_hash": lambda b: b.block.reset_hash(),
+    "BlockQueue.add_waiting": lambda b: b.queue.add_waiting(b.taken),
+    "BlockQueue.remove_waiting": lambda b: b.queue.remove_waiting(1),
     "BlockQueue.popleft": lambda b: b.queue.popleft(),
     "BlockQueue.popleft_n": lambda b: b.queue.popleft_n(2),
     "BlockQueue.remove": lambda b: b.queue.remove(b.queue.blocks[2]),

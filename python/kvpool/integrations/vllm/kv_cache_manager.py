@@ -65,6 +65,8 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
         self._only: Any = managers[0] if len(managers) == 1 and is_plain(managers[0]) else None
         # What learns from requests; `None` with vLLM's own order.
         self._learner = self._evict_by(os.environ.get(EVICTION, "lru"))
+        # The numbers of waiting requests in its queue, by their names.
+        self._waiting: dict[str, int] = {}
         count_unused = self.block_pool.free_block_queue.count_unused
         for manager in managers:
             manager._get_num_evictable_blocks = count_unused  # noqa: SLF001
@@ -82,6 +84,12 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
         pool: KvpoolBlockPool = self.block_pool
         pool.evict_by(policy, self._only.block_size)
         return pool.free_block_queue
+
+    def add_waiting(self, request: Request) -> None:
+        """Keep what a new request of the waiting queue will find, as long as other blocks can be taken."""
+        if self._learner is not None and self.prefix_cache_lookup_enabled(request):
+            found: Any = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+            self._waiting[request.request_id] = self._learner.add_waiting(found[0][0])
 
     def allocate_slots(  # noqa: PLR0913, PLR0917 - vLLM's signature
         self,
@@ -130,6 +138,7 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
             if learner is not None and turn is not None:
                 learner.set_user(None)
         if blocks is not None and learner is not None:
+            self._end_waiting(request, learner)
             learner.look_up(request.num_tokens, turn and turn.session)
         if blocks is not None and is_step:
             self._note(request)
@@ -193,10 +202,21 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
 
     def _forget(self, request: Request) -> None:
         """Forget a request, which still has its blocks. A turn of a session ends, unless it is preempted."""
-        self._quiet_below.pop(request.request_id, None)
-        if self._learner is None or not request.is_finished() or (turn := turn_of(request)) is None:
+        name, learner = request.request_id, self._learner
+        self._quiet_below.pop(name, None)
+        if learner is None:
             return
-        # Of a turn that was broken off is known that it was the last one, and not what the session waits for.
-        pause = None if request.status in _BROKEN_OFF else turn.pause
-        blocks = self._only.req_to_blocks.get(request.request_id, ())
-        self._learner.end_turn(turn.session, blocks, pause=pause, is_last=turn.is_last)
+        self._end_waiting(request, learner)
+        blocks = self._only.req_to_blocks.get(name, ())
+        if not request.is_finished():
+            # It waits again, before all others.
+            self._waiting[name] = learner.add_waiting(blocks, is_next=True)
+        elif (turn := turn_of(request)) is not None:
+            # Of a turn that was broken off is known that it was the last one, not what the session waits for.
+            pause = None if request.status in _BROKEN_OFF else turn.pause
+            learner.end_turn(turn.session, blocks, pause=pause, is_last=turn.is_last)
+
+    def _end_waiting(self, request: Request, learner: BlockQueue) -> None:
+        number = self._waiting.pop(request.request_id, None)
+        if number is not None:
+            learner.remove_waiting(number)

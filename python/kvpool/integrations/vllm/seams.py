@@ -237,6 +237,7 @@ TURNS: Seams = {
 """What `turns` and `kv_cache_manager` rely on to know the turns of sessions."""
 
 _TOKENS = {
+    "add_request": "(self, request)",
     "_make_cached_request_data": "(self, running_reqs, resumed_reqs, num_scheduled_tokens, "
     "spec_decode_tokens, req_to_new_blocks)",
     "_reserve_prefill_lookahead": "(self, request, num_computed_tokens, num_new_tokens)",
@@ -244,6 +245,9 @@ _TOKENS = {
 }
 
 TOKENS: Seams = {
+    f"{_CORE}.kv_cache_manager.KVCacheManager": {
+        "prefix_cache_lookup_enabled": "(self, request)",
+    },
     f"{_CORE}.sched.scheduler.Scheduler": _TOKENS,
     f"{_CORE}.sched.async_scheduler.AsyncScheduler": _TOKENS,
     f"{_CORE}.sched.scheduler.CachedRequestData": {},

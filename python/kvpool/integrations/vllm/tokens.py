@@ -39,11 +39,20 @@ class _Tokens:
     """The methods that kvpool's schedulers have in the place of vLLM's."""
 
     kv_cache_manager: Any
+    requests: dict[str, Request]
     max_model_len: int
     num_prefill_lookahead: int
     prev_step_scheduled_req_ids: set[str]
     use_pp: bool
     use_v2_model_runner: bool
+
+    def add_request(self, request: Request) -> None:
+        """Add a request to the waiting queue."""
+        own: Any = super()
+        own.add_request(request)
+        # Not what goes on with a request that is there.
+        if self.requests.get(request.request_id) is request:
+            self.kv_cache_manager.add_waiting(request)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
