@@ -1801,6 +1801,7 @@ class HybridTree:
         priority: int = 0,
         state: IndicesLike | None = None,
         branch: int | None = None,
+        session: str | bytes | int | None = None,
     ) -> HybridStep:
         """Inserts the whole pages of tokens with their slots, up to the first step after which the engine must
         act.
@@ -1819,6 +1820,7 @@ class HybridTree:
             priority: Nodes of higher priority are evicted later, with the policy "priority".
             state: The state at the end of the tokens, required where nodes have states.
             branch: The number of tokens at which the request branches off from a window.
+            session: The name of the session of which the request is a turn, for the policy "adaptive"; `None` for none.
 
         Raises:
             ArgumentError: As in `match`; if there are fewer slots than tokens, a slot is outside of [0, 2**31),
@@ -1845,6 +1847,23 @@ class HybridTree:
             ArgumentError: If it began with other tokens or in another namespace.
             StaleError: If the node that it has reached was evicted since.
             StateError: If no insertion is in progress, or it has failed.
+        """
+    def end_turn(
+        self, session: str | bytes | int, node: int, *, pause: str | None = None, is_last: bool = False
+    ) -> None:
+        """Tells the policy "adaptive" that a turn of a session is over. If it does not continue the turn before, what only
+        this session has used of that, and no lock keeps, is evicted first, down to where they part.
+
+        Args:
+            session: The name of the session.
+            node: The node at the end of the tokens of the turn; the root to say only what follows.
+            pause: What the session waits for, such as "bash" or "user". How long pauses of each kind are is learned, in
+                tokens inserted. 256 kinds are told apart.
+            is_last: Whether the session ends: what only it has used is evicted first.
+
+        Raises:
+            ValueError: If a session that ends pauses. Nothing is changed.
+            KeyError: If the node no longer exists.
         """
     def is_inserting(
         self,

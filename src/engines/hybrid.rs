@@ -34,6 +34,7 @@ mod order;
 mod place;
 mod report;
 mod run;
+mod sessions;
 mod slot_owners;
 mod worth;
 
@@ -43,7 +44,7 @@ use crate::base::{EngineSlot, Id, Result};
 
 use crate::cache::Edges;
 use crate::cache::NodeArena;
-use crate::cache::{NodeHandle, NodeId, RecencyList};
+use crate::cache::{NodeHandle, NodeId, RecencyList, SessionId};
 use fingerprints::Fingerprints;
 use namespaces::{NamespaceId, Namespaces};
 use order::{EvictionRank, Queue};
@@ -716,6 +717,7 @@ impl HybridTree {
         tokens: TokenRun,
         slots: Vec<EngineSlot>,
         priority: i64,
+        session: Option<SessionId>,
     ) -> NodeId {
         let (used, created) = (self.tick(), self.tick());
         self.next_place += 1;
@@ -737,7 +739,7 @@ impl HybridTree {
         self.owners.record_adopted(&slots);
         self.attach(id, Part::Full, slots);
         self.requeue(parent);
-        self.begin_history(id);
+        self.begin_history(id, session);
         self.requeue(id);
         id
     }

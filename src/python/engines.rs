@@ -10,3 +10,4 @@ pub(super) mod hybrid_results;
 pub(super) mod hybrid_tree;
 pub(super) mod offload;
 pub(super) mod slot_tree;
+mod turns;

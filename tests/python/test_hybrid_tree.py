@@ -158,6 +158,76 @@ def test_what_is_worth_least_is_learned_beside_requests_that_have_slots() -> Non
     assert found["adaptive"] > 0.3 * 1500 * 160
 
 
+def turn(tree: HybridTree, session: Any, tokens: list[int], **after: Any) -> int:  # noqa: ANN401
+    """Insert the tokens of a turn, whose slots are their numbers, and end it."""
+    node = tree.insert(tokens, tokens, session=session).node
+    assert node is not None
+    if session is not None:
+        tree.end_turn(session, node, **after)
+    return node
+
+
+def evicted(tree: HybridTree, count: int) -> list[int]:
+    """Evict slots, and return them in order."""
+    slots = tree.evict(count).full
+    assert slots is not None
+    return sorted(slots.tolist())
+
+
+def test_what_only_an_ended_session_used_is_evicted_first() -> None:
+    tree = HybridTree(1, policy="adaptive", capacity=64)
+    turn(tree, None, [7, 8])
+    turn(tree, "chat", [1, 2, 3])
+    turn(tree, 2**80, [1, 2, 9])
+    turn(tree, "chat", [1, 2, 3, 4], is_last=True)
+    # What others use is theirs.
+    assert evicted(tree, 2) == [3, 4]
+    assert evicted(tree, 2) == [7, 8]
+    tree.verify()
+
+
+def test_a_turn_supersedes_what_it_leaves() -> None:
+    tree = HybridTree(1, policy="adaptive", capacity=64)
+    turn(tree, None, [7, 8])
+    node = turn(tree, b"chat", [1, 2, 3, 4])
+    turn(tree, b"chat", [1, 2, 5], pause="user")
+    assert evicted(tree, 2) == [3, 4]
+    # A node that a request uses stays, and so does what another one has used.
+    node = turn(tree, b"chat", [1, 2, 5, 6])
+    boundary = tree.lock_node(node)[1]
+    turn(tree, b"chat", [1, 2, 9])
+    tree.unlock_node(node, boundary)
+    turn(tree, None, [1, 2, 9])
+    turn(tree, b"chat", [1, 2])
+    turn(tree, b"chat", [1, 2, 10])
+    assert evicted(tree, 2) == [7, 8]
+    # At the root it is only said what follows.
+    tree.end_turn(b"chat", tree.root(), is_last=True)
+    assert evicted(tree, 1) == [10]
+    tree.verify()
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_wrong_turns_change_nothing(policy: str) -> None:
+    tree = HybridTree(1, policy=policy, capacity=64)
+    node = turn(tree, "chat", [1, 2])
+    with pytest.raises(ValueError, match="a session that ends does not pause, and pause is 'user'"):
+        tree.end_turn("chat", node, pause="user", is_last=True)
+    for session in (None, 1.5):
+        with pytest.raises(TypeError, match="session"):
+            tree.end_turn(session, node)  # type: ignore[arg-type]
+    with pytest.raises(KeyError):
+        tree.end_turn("chat", node + 1)
+    tree.verify()
+
+
+def test_other_orders_are_not_told_of_sessions() -> None:
+    tree = HybridTree(1)
+    turn(tree, None, [7, 8])
+    turn(tree, "chat", [1, 2], is_last=True)
+    assert evicted(tree, 2) == [7, 8]
+
+
 def test_what_is_worth_least_is_named_step_by_step() -> None:
     tree = HybridTree(1, policy="adaptive", capacity=64)
     nodes = [tree.insert([first], [first]).node for first in range(3)]

@@ -2,7 +2,7 @@
 
 use super::{HybridTree, NamespaceId, NodeHandle, NodeId, Part, ROOT, SlotSource, TokenRun, TokenSource};
 use crate::base::{EngineSlot, Error, Result, check_memory};
-use crate::cache::Namespace;
+use crate::cache::{Namespace, SessionId};
 
 /// The tokens to insert, and the request's relation to them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -23,6 +23,8 @@ pub struct Insert {
     pub state: Vec<EngineSlot>,
     /// The [`Match::window_branch`](super::Match::window_branch) of the request, if there is one.
     pub branch: Option<usize>,
+    /// The session of which the request is a turn, for [`EvictionOrder::Adaptive`](super::EvictionOrder::Adaptive).
+    pub session: Option<SessionId>,
 }
 
 /// An action for the engine. Ranges are positions of inserted slots.
@@ -208,6 +210,9 @@ impl HybridTree {
             return Ok(Step { actions: Vec::new(), result: Some(result), added: None });
         }
         self.pass_time(limit.saturating_sub(insert.inserted));
+        if let Some(session) = insert.session.filter(|_| insert.inserted == 0) {
+            self.begin_turn(session);
+        }
         let walk = Box::new(Insertion {
             phase: Phase::Walk,
             insert,
@@ -356,7 +361,7 @@ impl HybridTree {
         if end > walk.insert.inserted {
             let here = self.node_mut(node);
             here.hits = here.hits.saturating_add(1);
-            self.count_use(node);
+            self.count_use(node, walk.insert.session);
         }
         self.requeue(node);
         (walk.node, walk.len) = (node, end);
@@ -429,7 +434,8 @@ impl HybridTree {
             let values = slots.read(start, end - start)?;
             let tokens = TokenRun::of(prompt, start, end - start)?;
             walk.result.adopted.add(Part::Full, start..end);
-            target = self.add_leaf(walk.node, walk.namespace, tokens, values, walk.insert.priority);
+            let Insert { priority, session, .. } = walk.insert;
+            target = self.add_leaf(walk.node, walk.namespace, tokens, values, priority, session);
             walk.is_new = true;
             walk.added = Some(AddedTokens { node: self.handle(target), tokens: start..end });
         }

@@ -80,7 +80,7 @@ impl HybridTree {
             self.config().window.is_none() && self.config().state.is_none(),
             "full attention alone"
         );
-        let leaf = self.add_leaf(parent, namespace, tokens, slots, 0);
+        let leaf = self.add_leaf(parent, namespace, tokens, slots, 0, None);
         Some(self.handle(leaf))
     }
 

@@ -6,39 +6,48 @@
 //! insertion counts as the use of the nodes after that, and look-ups and locks count nothing. The time is the number
 //! of tokens that requests have inserted, those of a request counted once.
 //!
-//! *Invariant.* The policy has exactly the queued leaves. The hash of a node is that of its namespace and of all
+//! *Invariant.* The policy and the ended leaves together are exactly the queued leaves. The hash of a node is that of its namespace and of all
 //! tokens up to its end.
 //!
 //! *Cost.* An insertion hashes the tokens that it adds, an eviction those that it removes, and a split the shorter
-//! part. Memory: 32 bytes for each node number, and what the policy needs.
+//! part. Memory: 40 bytes for each node number, and what the policy and the sessions need.
 
-use super::{HybridTree, Node, NodeId, ROOT};
+use std::collections::BTreeSet;
+
+use super::{HybridTree, Node, NodeHandle, NodeId, ROOT};
 use crate::base::bounded::narrow;
 use crate::base::{Id, widen};
 use crate::cache::{
-    BlockTokens, History, NamespaceHash, PageAndBlock, Policy, PolicyKind, RollingHash, RollingHasher, Tick,
-    record_published, visit_ends_back,
+    BlockTokens, History, NamespaceHash, Outlook, PageAndBlock, Policy, PolicyKind, RollingHash,
+    RollingHasher, SessionId, Sessions, Tick, record_published, visit_ends_back,
 };
 
 /// What is known of a node.
 #[derive(Clone, Copy, Debug)]
-struct Past {
-    history: History,
+pub(super) struct Past {
+    pub(super) history: History,
     /// The hash of all tokens up to the end of the node.
     hash: RollingHash,
+    /// The session that alone has used it.
+    pub(super) user: Option<SessionId>,
 }
+
+const _: () = assert!(size_of::<Past>() == 40, "the documented size");
 
 /// The leaves in the order of a policy, and the histories of all nodes.
 #[derive(Debug)]
 pub(super) struct WorthQueue {
-    policy: Box<dyn Policy>,
+    pub(super) policy: Box<dyn Policy>,
     rolling: RollingHasher,
     size: PageAndBlock,
-    now: Tick,
+    pub(super) now: Tick,
     /// By the number of the node. Those of numbers that are not in use mean nothing.
     past: Vec<Past>,
-    /// The number of leaves that the policy has.
+    /// The number of leaves, those that have ended included.
     len: usize,
+    /// The leaves that are not used again, which are evicted before those of the policy: the least recently used first.
+    ended: BTreeSet<(Tick, NodeId)>,
+    pub(super) sessions: Sessions<NodeHandle>,
 }
 
 impl WorthQueue {
@@ -51,19 +60,36 @@ impl WorthQueue {
     fn of_policy(policy: Box<dyn Policy>, page_size: usize) -> Self {
         let block = widen(BlockTokens::of_page_size(narrow(page_size)).get());
         let size = PageAndBlock { page: page_size, block };
-        let (rolling, now) = (RollingHasher::of_names(), Tick::default());
-        Self { policy, rolling, size, now, past: Vec::new(), len: 0 }
+        Self {
+            policy,
+            rolling: RollingHasher::of_names(),
+            size,
+            now: Tick::default(),
+            past: Vec::new(),
+            len: 0,
+            ended: BTreeSet::new(),
+            sessions: Sessions::default(),
+        }
     }
 
     pub(super) fn insert(&mut self, leaf: NodeId, node: &Node) {
-        let positions = saturated(node.end - node.tokens.len())..saturated(node.end);
         let Past { history, .. } = *self.past(leaf);
-        self.policy.insert(leaf, positions, &history, self.now);
+        if history.outlook == Outlook::Ended {
+            self.ended.insert((history.used, leaf));
+        } else {
+            let positions = saturated(node.end - node.tokens.len())..saturated(node.end);
+            self.policy.insert(leaf, positions, &history, self.now);
+        }
         self.len += 1;
     }
 
     pub(super) fn remove(&mut self, leaf: NodeId) {
-        self.policy.remove(leaf);
+        let Past { history, .. } = *self.past(leaf);
+        if history.outlook == Outlook::Ended {
+            self.ended.remove(&(history.used, leaf));
+        } else {
+            self.policy.remove(leaf);
+        }
         self.len -= 1;
     }
 
@@ -75,12 +101,15 @@ impl WorthQueue {
     /// Returns the leaf to evict next of a tree with `cached` tokens: requests that run have other slots, too.
     pub(super) fn first(&mut self, cached: usize) -> Option<NodeId> {
         self.policy.record_shortage(cached as u64, self.now);
-        self.policy.victim(self.now)
+        let ended = self.ended.first().map(|&(.., leaf)| leaf);
+        ended.or_else(|| self.policy.victim(self.now))
     }
 
-    /// Returns the leaves that will probably be evicted after `leaf`.
+    /// Returns the leaves that will probably be evicted after `leaf`, which is the next one.
     pub(super) fn after(&self, leaf: NodeId) -> impl Iterator<Item = NodeId> + '_ {
-        std::iter::successors(Some(leaf), |&leaf| self.policy.guess_after(leaf)).skip(1)
+        let of_policy = Some(leaf).filter(|_| self.ended.is_empty());
+        let of_policy = std::iter::successors(of_policy, |&leaf| self.policy.guess_after(leaf));
+        self.ended.iter().map(|&(.., leaf)| leaf).chain(of_policy).skip(1)
     }
 
     pub(super) const fn len(&self) -> usize {
@@ -88,14 +117,17 @@ impl WorthQueue {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.policy.bytes() + self.past.capacity() * size_of::<Past>()
+        self.policy.bytes()
+            + self.past.capacity() * size_of::<Past>()
+            + self.ended.len() * size_of::<(Tick, NodeId)>()
+            + self.sessions.bytes()
     }
 
-    fn past(&self, node: NodeId) -> &Past {
+    pub(super) fn past(&self, node: NodeId) -> &Past {
         &self.past[widen(node.number())]
     }
 
-    fn past_mut(&mut self, node: NodeId) -> &mut Past {
+    pub(super) fn past_mut(&mut self, node: NodeId) -> &mut Past {
         &mut self.past[widen(node.number())]
     }
 
@@ -116,8 +148,8 @@ impl HybridTree {
         }
     }
 
-    /// Counts a use of a node. The caller queues it again.
-    pub(super) fn count_use(&mut self, id: NodeId) {
+    /// Counts a use of a node by a request of a session or of none. The caller queues it again.
+    pub(super) fn count_use(&mut self, id: NodeId, session: Option<SessionId>) {
         if self.queue.worth().is_none() {
             return;
         }
@@ -127,12 +159,14 @@ impl HybridTree {
         let Some(worth) = self.queue.worth_mut() else { return };
         let (now, history) = (worth.now, worth.past(id).history);
         worth.policy.record_use(&history, tokens, now);
-        worth.past_mut(id).history.touch(now);
+        let past = worth.past_mut(id);
+        past.history.touch(now);
+        past.user = past.user.filter(|&user| session == Some(user));
     }
 
-    /// Begins the history of a new leaf, which is not queued yet. Tokens of which the policy remembers other things
-    /// than of the last ones become nodes of their own before it.
-    pub(super) fn begin_history(&mut self, id: NodeId) {
+    /// Begins the history of a new leaf of a session or of none, which is not queued yet. Tokens of which the policy
+    /// remembers other things than of the last ones become nodes of their own before it.
+    pub(super) fn begin_history(&mut self, id: NodeId, session: Option<SessionId>) {
         if self.queue.worth().is_none() {
             return;
         }
@@ -145,7 +179,8 @@ impl HybridTree {
         let policy = worth.policy.as_mut();
         let mut segments = record_published(policy, &mut cursor, begin, &tokens, worth.size, now);
         let last = segments.pop().expect("a leaf has a page");
-        worth.set_past(id, Past { history: History::of_new(last.remembered, now), hash: last.hash });
+        let history = History::of_new(last.remembered, now);
+        worth.set_past(id, Past { history, hash: last.hash, user: session });
         for segment in segments {
             let front = self.split_node(id, segment.pages * self.config.page_size);
             if let Some(worth) = self.queue.worth_mut() {
@@ -157,7 +192,7 @@ impl HybridTree {
     /// Gives `front`, which was split off from `id`, its part of the past. The caller queues `id` again.
     pub(super) fn split_history(&mut self, front: NodeId, id: NodeId) {
         let Some(worth) = self.queue.worth() else { return };
-        let Past { history, hash } = *worth.past(id);
+        let Past { history, hash, user } = *worth.past(id);
         let (ahead, behind) = (self.node(front), self.node(id));
         let hash = if ahead.tokens.len() < behind.tokens.len() {
             let begin = ahead.end - ahead.tokens.len();
@@ -170,7 +205,7 @@ impl HybridTree {
             cursor.hash()
         };
         if let Some(worth) = self.queue.worth_mut() {
-            worth.set_past(front, Past { history, hash });
+            worth.set_past(front, Past { history, hash, user });
         }
         // The policy has a leaf by its positions.
         self.unqueue(id);
@@ -197,7 +232,7 @@ impl HybridTree {
         let Some(worth) = self.queue.worth_mut() else { return };
         let node = &self.nodes[id];
         let (tokens, now) = (node.tokens.names(), worth.now);
-        let Past { history, hash } = *worth.past(id);
+        let Past { history, hash, .. } = *worth.past(id);
         let WorthQueue { policy, rolling, size, .. } = worth;
         let (mut cursor, begin) = (rolling.cursor(hash, node.end), node.end - tokens.len());
         visit_ends_back(&mut cursor, node.end, &tokens, begin, size.block, |_, key| {
@@ -220,7 +255,7 @@ impl HybridTree {
         let node = self.node(id);
         let mut cursor = worth.rolling.cursor(self.hash_before(id), node.end - node.tokens.len());
         cursor.push(&node.tokens.names());
-        let Past { history, hash } = *worth.past(id);
+        let Past { history, hash, .. } = *worth.past(id);
         if cursor.hash() != hash {
             return Some("has the hash of other tokens".to_owned());
         }
@@ -230,7 +265,7 @@ impl HybridTree {
 }
 
 /// Converts a number of tokens of a prompt; a longer prompt counts as one of 2**32 - 1.
-fn saturated(tokens: usize) -> u32 {
+pub(super) fn saturated(tokens: usize) -> u32 {
     u32::try_from(tokens).unwrap_or(u32::MAX)
 }
 
@@ -246,6 +281,7 @@ mod tests {
     use super::*;
     use crate::base::EngineSlot;
     use crate::cache::{BlockKey, Namespace, NodeHandle, Remembered};
+    use crate::engines::AfterTurn;
     use crate::engines::hybrid::{
         EvictionOrder, HybridConfig, Insert, Part, Queue, Receipt, SkippedParts, StateConfig, Victim,
         WindowConfig, WindowRelease,
@@ -311,6 +347,7 @@ mod tests {
     struct Request {
         name: i64,
         path: Vec<u8>,
+        session: Option<SessionId>,
         /// The pages that it has inserted.
         inserted: usize,
         /// The pages that it has locked, and their end.
@@ -324,6 +361,11 @@ mod tests {
         tree: HybridTree,
         spy: Spy,
         uses: BTreeMap<Pages, u32>,
+        /// The session that alone has used a page.
+        users: BTreeMap<Pages, Option<SessionId>>,
+        /// The pages that are not used again.
+        ended: BTreeSet<Pages>,
+        tails: HashMap<SessionId, Pages>,
         slots: BTreeMap<EngineSlot, Pages>,
         remembered: BTreeMap<Pages, u32>,
         running: Vec<Request>,
@@ -356,6 +398,9 @@ mod tests {
                 tree,
                 spy,
                 uses: BTreeMap::new(),
+                users: BTreeMap::new(),
+                ended: BTreeSet::new(),
+                tails: HashMap::new(),
                 slots: BTreeMap::new(),
                 remembered: BTreeMap::new(),
                 running: Vec::new(),
@@ -366,7 +411,7 @@ mod tests {
         }
 
         /// Looks a request up as often as an engine may, and locks what it has found.
-        fn begin(&mut self, name: i64, path: &[u8], times: usize) {
+        fn begin(&mut self, name: i64, path: &[u8], times: usize, session: Option<SessionId>) {
             let (space, prompt) = (namespace(name), tokens(path));
             for _ in 0..times {
                 let found = self.tree.find(&space, &prompt.as_slice()).node;
@@ -376,15 +421,16 @@ mod tests {
             let found = self.tree.find(&space, &prompt.as_slice());
             let receipt = self.tree.lock(found.node, SkippedParts::default()).unwrap().receipt;
             let (node, locked) = (found.node, found.len / PAGE);
-            self.running.push(Request { name, path: path.to_vec(), inserted: 0, locked, node, receipt });
+            let path = path.to_vec();
+            self.running.push(Request { name, path, session, inserted: 0, locked, node, receipt });
         }
 
         /// Inserts more pages of a running request, and moves its lock.
         fn advance(&mut self, at: usize, more: usize) {
-            let Request { name, ref path, inserted, locked, node, receipt } = self.running[at];
+            let Request { name, ref path, session, inserted, locked, node, receipt } = self.running[at];
             let until = (inserted.max(locked) + more).min(path.len());
             let path = path[..until].to_vec();
-            self.expect(name, &path, inserted);
+            self.expect(name, &path, inserted, session);
             let (space, prompt) = (namespace(name), tokens(&path));
             // Pages that were found have their slots; the others get new ones.
             let mut row = self.tree.slots_between(node, self.tree.root()).unwrap();
@@ -395,6 +441,7 @@ mod tests {
                 found: locked * PAGE,
                 inserted: inserted * PAGE,
                 state: vec![EngineSlot::new(0)],
+                session,
                 ..Insert::default()
             };
             let mut step = self.tree.begin(&space, &prompt.as_slice(), &row.as_slice(), insert).unwrap();
@@ -422,13 +469,16 @@ mod tests {
         }
 
         /// Counts what an insertion should count.
-        fn expect(&mut self, name: i64, path: &[u8], inserted: usize) {
+        fn expect(&mut self, name: i64, path: &[u8], inserted: usize, session: Option<SessionId>) {
             let prefix = |end: usize| (name, path[..end].to_vec());
             self.inserted += u64::try_from((path.len().saturating_sub(inserted)) * PAGE).unwrap();
             let cached = (1..=path.len()).take_while(|&end| self.uses.contains_key(&prefix(end))).count();
             for end in inserted + 1..=cached {
                 *self.uses.get_mut(&prefix(end)).unwrap() += 1;
                 self.used += PAGE as u64;
+                let user = self.users.get_mut(&prefix(end)).unwrap();
+                *user = user.filter(|&user| session == Some(user));
+                self.ended.remove(&prefix(end));
             }
             let mut last = 0;
             for end in cached + 1..=path.len() {
@@ -437,18 +487,75 @@ mod tests {
                     last = self.remembered.remove(&prefix(end)).unwrap_or_default();
                 }
                 self.uses.insert(prefix(end), last + 1);
+                self.users.insert(prefix(end), session);
             }
         }
 
-        fn end(&mut self, at: usize) {
-            let Request { node, receipt, .. } = self.running.remove(at);
+        /// Ends a request, and its turn with it if it is one.
+        fn end(&mut self, at: usize, is_last: bool) {
+            let Request { node, receipt, name, path, session, locked, .. } = self.running.remove(at);
             self.tree.unlock(node, receipt, WindowRelease::NotYet).unwrap().unwrap();
+            let Some(session) = session else { return };
+            let after = if is_last { AfterTurn::End } else { AfterTurn::Pause("user") };
+            self.tree.end_turn(session, node, after).unwrap();
+            self.expect_end(session, (name, path[..locked].to_vec()), is_last);
+        }
+
+        fn is_of(&self, pages: &Pages, session: SessionId) -> bool {
+            self.users.get(pages) == Some(&Some(session))
+        }
+
+        fn expect_end(&mut self, session: SessionId, (name, path): Pages, is_last: bool) {
+            let before = self.tails.get(&session).cloned().unwrap_or_default();
+            let adds_nothing = !before.1.is_empty() && before.0 == name && before.1.starts_with(&path);
+            if !path.is_empty() && !adds_nothing {
+                for end in 1..=before.1.len() {
+                    let page = (before.0, before.1[..end].to_vec());
+                    let is_left = before.0 != name || !path.starts_with(&page.1);
+                    let is_locked = self.running.iter().any(|request| {
+                        request.name == page.0 && request.path[..request.locked].starts_with(&page.1)
+                    });
+                    if is_left && !is_locked && self.is_of(&page, session) {
+                        self.ended.insert(page);
+                    }
+                }
+                self.tails.remove(&session);
+                if self.is_of(&(name, path.clone()), session) {
+                    self.tails.insert(session, (name, path));
+                }
+            }
+            let (name, path) = self.tails.get(&session).cloned().unwrap_or_default();
+            for end in (1..=path.len()).rev() {
+                let page = (name, path[..end].to_vec());
+                if !self.is_of(&page, session) {
+                    break;
+                }
+                if is_last {
+                    self.ended.insert(page)
+                } else {
+                    self.ended.remove(&page)
+                };
+            }
         }
 
         fn forget(&mut self, freed: &[EngineSlot]) {
+            let gone: BTreeSet<Pages> =
+                freed.iter().filter_map(|slot| self.slots.get(slot).cloned()).collect();
+            // A tail moves up as far as its session alone has used the pages.
+            for (session, tail) in std::mem::take(&mut self.tails) {
+                let mut at = tail.clone();
+                while gone.contains(&at) && self.is_of(&at, session) {
+                    at.1.pop();
+                }
+                if !gone.contains(&at) && (at == tail || self.is_of(&at, session)) {
+                    self.tails.insert(session, at);
+                }
+            }
             for slot in freed {
                 let Some(pages) = self.slots.remove(slot) else { continue };
                 let uses = self.uses.remove(&pages).expect("it was cached");
+                self.users.remove(&pages);
+                self.ended.remove(&pages);
                 if pages.1.len() % 2 == 0 {
                     self.remembered.insert(pages, uses);
                 }
@@ -477,15 +584,18 @@ mod tests {
             let told = self.spy.told();
             let is_leaf = |id: &NodeId| self.tree.is_leaf(*id);
             let leaves: BTreeSet<_> = self.tree.runs().filter(is_leaf).collect();
-            assert_eq!(told.leaves.keys().copied().collect::<BTreeSet<_>>(), leaves);
             let worth = self.tree.queue.worth().unwrap();
+            let ended = worth.ended.iter().map(|&(_, leaf)| leaf);
+            assert_eq!(told.leaves.keys().copied().chain(ended).collect::<BTreeSet<_>>(), leaves);
+            assert_eq!((told.leaves.len() + worth.ended.len(), worth.len()), (leaves.len(), leaves.len()));
             let mut pages = 0;
             for id in self.tree.runs() {
                 let node = self.tree.node(id);
-                let history = worth.past(id).history;
+                let Past { history, user, .. } = *worth.past(id);
                 for slot in node.value(Part::Full).iter().step_by(PAGE) {
                     let page = &self.slots[slot];
-                    assert_eq!(history.uses, self.uses[page], "{page:?}");
+                    assert_eq!((history.uses, user), (self.uses[page], self.users[page]), "{page:?}");
+                    assert_eq!(history.outlook == Outlook::Ended, self.ended.contains(page), "{page:?}");
                     pages += 1;
                 }
                 if let Some((positions, offered)) = told.leaves.get(&id) {
@@ -507,9 +617,9 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Call {
-        Begin(i64, Vec<u8>, usize),
+        Begin(i64, Vec<u8>, usize, Option<u64>),
         Advance(prop::sample::Index, usize),
-        End(prop::sample::Index),
+        End(prop::sample::Index, bool),
         Evict(usize),
         EvictInSteps(Part, usize, bool),
         Reset,
@@ -518,10 +628,10 @@ mod tests {
     fn call() -> impl Strategy<Value = Call> {
         let part = prop::sample::select(Part::ALL.to_vec());
         prop_oneof![
-            6 => (0..2_i64, prop::collection::vec(0..3_u8, 1..9), 0..3_usize)
-                .prop_map(|(name, path, times)| Call::Begin(name, path, times)),
+            6 => (0..2_i64, prop::collection::vec(0..3_u8, 1..9), 0..3_usize, prop::option::of(1..4_u64))
+                .prop_map(|(name, path, times, session)| Call::Begin(name, path, times, session)),
             8 => (any::<prop::sample::Index>(), 1..6_usize).prop_map(|(at, more)| Call::Advance(at, more)),
-            5 => any::<prop::sample::Index>().prop_map(Call::End),
+            5 => (any::<prop::sample::Index>(), any::<bool>()).prop_map(|(at, is_last)| Call::End(at, is_last)),
             2 => (1..12 * PAGE).prop_map(Call::Evict),
             3 => (part, 1..6 * PAGE, any::<bool>())
                 .prop_map(|(part, wanted, refuses)| Call::EvictInSteps(part, wanted, refuses)),
@@ -537,13 +647,23 @@ mod tests {
             let mut engine = Engine::new(window, state);
             for call in calls {
                 match call {
-                    Call::Begin(name, path, times) => engine.begin(name, &path, times),
+                    Call::Begin(name, path, times, session) => {
+                        engine.begin(name, &path, times, session.map(SessionId::new));
+                    }
                     Call::Advance(at, more) if !engine.running.is_empty() => {
                         engine.advance(at.index(engine.running.len()), more);
                     }
-                    Call::End(at) if !engine.running.is_empty() => engine.end(at.index(engine.running.len())),
+                    Call::End(at, is_last) if !engine.running.is_empty() => {
+                        engine.end(at.index(engine.running.len()), is_last);
+                    }
                     Call::Evict(wanted) => {
+                        let ended = engine.tree.queue.worth().unwrap().ended.iter();
+                        let ended: usize = ended.map(|&(_, leaf)| engine.tree.node(leaf).tokens.len()).sum();
                         let frees = engine.tree.evict_full(wanted);
+                        let is_ended = |slot: &EngineSlot| {
+                            engine.slots.get(slot).is_none_or(|page| engine.ended.contains(page))
+                        };
+                        prop_assert!(frees.full.len() > ended || frees.full.iter().all(is_ended));
                         engine.forget(&frees.full);
                     }
                     Call::EvictInSteps(part, wanted, refuses) if engine.tree.config.has(part) => {
@@ -552,6 +672,9 @@ mod tests {
                     Call::Reset if engine.running.is_empty() => {
                         engine.tree.reset();
                         engine.uses.clear();
+                        engine.users.clear();
+                        engine.ended.clear();
+                        engine.tails.clear();
                         engine.slots.clear();
                     }
                     _ => (),
@@ -559,7 +682,7 @@ mod tests {
                 engine.check();
             }
             while !engine.running.is_empty() {
-                engine.end(0);
+                engine.end(0, false);
             }
             let frees = engine.tree.evict_full(usize::MAX);
             engine.forget(&frees.full);

@@ -8,15 +8,15 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
 use crate::base::{BlockId, Error, Id, try_with_capacity, widen};
-use crate::cache::{PolicyKind, SessionId};
-use crate::engines::{AfterTurn, BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
+use crate::cache::PolicyKind;
+use crate::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
 
 use super::block::{Block, BlockPlace, Objects, description_of, ownership_error};
 use super::block_map::BlockMap;
+use super::turns::{after_turn, session_of};
 use crate::python::args;
 use crate::python::debug::Debug;
 use crate::python::logging::Reporter;
-use crate::python::page_keys::name_of;
 use crate::python::pool_name::PoolName;
 
 /// Free blocks in the order in which they are used again, and all blocks: the numbers from 0 to `count`, all free,
@@ -160,7 +160,7 @@ impl BlockQueue {
     ///     session: The session of which the request is a turn, by its name; `None` for none.
     #[pyo3(signature = (tokens, session=None))]
     fn look_up(&self, tokens: u64, session: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let session = session_of(session)?;
+        let session = session.map(session_of).transpose()?;
         self.lock().look_up(tokens, session);
         Ok(())
     }
@@ -172,7 +172,7 @@ impl BlockQueue {
     ///     session: The name of the session; `None` for none.
     #[pyo3(signature = (session))]
     fn set_user(&self, session: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let session = session_of(session)?;
+        let session = session.map(session_of).transpose()?;
         self.lock().set_user(session);
         Ok(())
     }
@@ -197,7 +197,7 @@ impl BlockQueue {
         let numbers = self.numbers(blocks)?;
         let before =
             before.map(|block| self.numbers(PyList::new(block.py(), [block])?.as_any())).transpose()?;
-        let session = session_of(session)?;
+        let session = session.map(session_of).transpose()?;
         self.lock().add_prompt(before.and_then(|before| before.first().copied()), &numbers, session);
         Ok(())
     }
@@ -223,17 +223,7 @@ impl BlockQueue {
         pause: Option<&str>,
         is_last: bool,
     ) -> PyResult<()> {
-        let after = match (pause, is_last) {
-            (None, false) => AfterTurn::Unknown,
-            (Some(kind), false) => AfterTurn::Pause(kind),
-            (None, true) => AfterTurn::End,
-            (Some(kind), true) => {
-                return Err(PyValueError::new_err(format!(
-                    "a session that ends does not pause, and pause is '{kind}'"
-                )));
-            }
-        };
-        let session = SessionId::of_name(&name_of("session", Some(session))?);
+        let (after, session) = (after_turn(pause, is_last)?, session_of(session)?);
         let numbers = self.numbers(blocks)?;
         self.lock().end_turn(session, &numbers, after);
         Ok(())
@@ -447,11 +437,6 @@ impl BlockQueue {
     fn __len__(&self) -> usize {
         self.num_free_blocks()
     }
-}
-
-/// Returns the session with a name.
-fn session_of(name: Option<&Bound<'_, PyAny>>) -> PyResult<Option<SessionId>> {
-    name.map(|name| Ok(SessionId::of_name(&name_of("session", Some(name))?))).transpose()
 }
 
 fn too_few_blocks_error(asked: usize, free: usize) -> PyErr {

@@ -22,6 +22,7 @@ use super::hybrid_results::{
     HybridFrees, HybridMatch, HybridNode, HybridStep, Pairs, actions_to_py, pair, tensor_of_ints,
     tensor_of_slots, tensor_or_none, view_of,
 };
+use super::turns::{after_turn, session_of};
 use crate::python::args;
 use crate::python::export::to_tensor;
 use crate::python::tokens::{with_keys, with_slots};
@@ -212,11 +213,12 @@ impl HybridTree {
     ///     priority: Nodes of higher priority are evicted later, with the policy "priority".
     ///     state: The state at the end of the tokens, required where nodes have states.
     ///     branch: The number of tokens at which the request branches off from a window.
+    ///     session: The name of the session of which the request is a turn, for the policy "adaptive"; `None` for none.
     ///
     /// Raises:
     ///     ArgumentError: As in `match`; if there are fewer slots than tokens, a slot is outside of [0, 2**31),
     ///         another insertion is in progress, or the state is missing.
-    #[pyo3(signature = (tokens, slots, start=0, end=None, namespace=None, *, found=0, inserted=0, window_freed=0, priority=0, state=None, branch=None))]
+    #[pyo3(signature = (tokens, slots, start=0, end=None, namespace=None, *, found=0, inserted=0, window_freed=0, priority=0, state=None, branch=None, session=None))]
     #[expect(clippy::too_many_arguments, reason = "the arguments of a Python call")]
     fn insert(
         &self,
@@ -231,10 +233,11 @@ impl HybridTree {
         priority: i64,
         state: Option<&Bound<'_, PyAny>>,
         branch: Option<usize>,
+        session: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<HybridStep> {
-        let name = name_of(namespace)?;
+        let (name, session) = (name_of(namespace)?, session.map(session_of).transpose()?);
         let state = state.map_or(Ok(Vec::new()), slots_in)?;
-        let insert = Insert { found, inserted, window_freed, priority, state, branch };
+        let insert = Insert { found, inserted, window_freed, priority, state, branch, session };
         with_slots(slots, |slots, count| {
             with_keys(tokens, start, end, |keys| {
                 if count < keys.count() {
@@ -272,6 +275,31 @@ impl HybridTree {
         with_slots(slots, |slots, _| {
             with_keys(tokens, start, end, |keys| Ok(HybridStep(self.lock().advance(&name, keys, slots)?)))
         })
+    }
+
+    /// Tells the policy "adaptive" that a turn of a session is over. If it does not continue the turn before, what only
+    /// this session has used of that, and no lock keeps, is evicted first, down to where they part.
+    ///
+    /// Args:
+    ///     session: The name of the session.
+    ///     node: The node at the end of the tokens of the turn; the root to say only what follows.
+    ///     pause: What the session waits for, such as "bash" or "user". How long pauses of each kind are is learned, in
+    ///         tokens inserted. 256 kinds are told apart.
+    ///     is_last: Whether the session ends: what only it has used is evicted first.
+    ///
+    /// Raises:
+    ///     ValueError: If a session that ends pauses. Nothing is changed.
+    ///     KeyError: If the node no longer exists.
+    #[pyo3(signature = (session, node, *, pause=None, is_last=false))]
+    fn end_turn(
+        &self,
+        session: &Bound<'_, PyAny>,
+        node: u64,
+        pause: Option<&str>,
+        is_last: bool,
+    ) -> PyResult<()> {
+        let (after, session, node) = (after_turn(pause, is_last)?, session_of(session)?, handle_of(node));
+        self.lock().end_turn(session, node, after).ok_or_else(|| no_such_node_error(node))
     }
 
     /// Returns whether an insertion is in progress.

@@ -382,6 +382,7 @@ ENTRIES: dict[str, Entry] = {
     "HybridTree.advance": Entry(
         lambda w: [w.hybrid.insert([9], [5], state=[4]), w.hybrid.advance([9], w.inputs.one)], REFUSES
     ),
+    "HybridTree.end_turn": Entry(lambda w: w.hybrid.end_turn("chat 3", w.node, pause="bash"), WORKS),
     "HybridTree.end_eviction": Entry(
         lambda w: _in_turn(partial(w.hybrid.begin_eviction, 0, 1), partial(w.hybrid.end_eviction, 0)), WORKS
     ),

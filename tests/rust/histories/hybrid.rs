@@ -299,6 +299,7 @@ impl Hybrid {
             priority: source.within(-1, 1),
             state: state.clone(),
             branch: source.flip().then(|| source.below(20)),
+            session: None,
         };
         let reaches_branch = has_window && whole > 0 && insert.branch.is_some_and(|at| tokens.len() >= at);
         let own = row[found..].iter().copied().collect();
