@@ -124,3 +124,67 @@ impl HybridTree {
         self.queue.worth().is_some_and(|worth| worth.past(id).user == Some(session))
     }
 }
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails where there is nothing to unwrap")]
+mod tests {
+    use super::*;
+    use crate::base::{EngineSlot, Id};
+    use crate::cache::Namespace;
+    use crate::engines::hybrid::{EvictionOrder, HybridConfig, Insert};
+
+    const CAPACITY: usize = 64;
+    const FIRST: SessionId = SessionId::new(1);
+
+    fn tree() -> HybridTree {
+        let order = EvictionOrder::Adaptive(CAPACITY);
+        HybridTree::new(HybridConfig { page_size: 1, order, window: None, state: None })
+    }
+
+    fn turn(tree: &mut HybridTree, session: Option<SessionId>, tokens: &[i64], after: AfterTurn<'_>) {
+        let slots: Vec<_> =
+            tokens.iter().map(|&token| EngineSlot::new(u32::try_from(token).unwrap())).collect();
+        let insert = Insert { session, ..Insert::default() };
+        let step = tree.begin(&Namespace::Unnamed, &tokens, &slots.as_slice(), insert).unwrap();
+        if let Some(session) = session {
+            tree.end_turn(session, step.result.unwrap().node, after).unwrap();
+        }
+        assert_eq!(tree.broken_invariant(), None);
+    }
+
+    #[test]
+    fn pauses_of_a_kind_become_known() {
+        let mut tree = tree();
+        let outlook = |tree: &HybridTree| {
+            let tail = tree.tail(FIRST).unwrap();
+            tree.queue.worth().unwrap().past(tail).history.outlook
+        };
+        for number in 0..10 {
+            turn(&mut tree, Some(FIRST), &[1, 2, 3], AfterTurn::Pause("bash"));
+            assert_eq!(outlook(&tree), if number < 4 { Outlook::Unknown } else { Outlook::Soon });
+        }
+        let long: Vec<i64> = (100..100 + 64 * 64).collect();
+        for _ in 0..10 {
+            turn(&mut tree, Some(FIRST), &[1, 2, 3], AfterTurn::Pause("user"));
+            turn(&mut tree, None, &long, AfterTurn::Unknown);
+        }
+        turn(&mut tree, Some(FIRST), &[1, 2, 3], AfterTurn::Unknown);
+        assert_eq!(outlook(&tree), Outlook::Unknown);
+        turn(&mut tree, Some(FIRST), &[1, 2, 3], AfterTurn::Pause("user"));
+        assert_eq!(outlook(&tree), Outlook::Late);
+    }
+
+    #[test]
+    fn sessions_without_nodes_of_their_own_are_forgotten() {
+        let mut tree = tree();
+        turn(&mut tree, None, &[1, 2], AfterTurn::Unknown);
+        for number in 10..5_000 {
+            let own = i64::try_from(number).unwrap();
+            turn(&mut tree, Some(SessionId::new(number)), &[1, 2, own], AfterTurn::Pause("user"));
+            drop(tree.evict_full(1));
+            // Another session ends where others do.
+            turn(&mut tree, Some(SessionId::new(10_000 + number)), &[1, 2], AfterTurn::Pause("user"));
+        }
+        assert!(tree.queue.worth().unwrap().sessions.len() <= 1_024);
+    }
+}
