@@ -547,6 +547,7 @@ class Pair:
                 cache_salt=prompt.cache_salt,
                 priority=priority,
                 session_id=None,
+                sampling_params=SimpleNamespace(custom_params=None),
                 kv_rotation_base=None,
                 lock=lock,
                 last_node=node,

@@ -208,3 +208,11 @@ def test_tokens_and_schedules_are_the_same(request: pytest.FixtureRequest, folde
         assert min(sum(own.cached), sum(pooled.cached)) > 0
         assert ("Tree Core: KvTreeCore" in pooled.log) is config.tree
         assert ("the prefix cache evicts by worth" in pooled.log) is (config.variables is WORTH)
+
+
+@pytest.mark.parametrize("backend", ["kvpool", "core"])
+def test_requests_say_of_which_session_they_are(folder: Path, backend: str) -> None:
+    variables = {**PLUGIN_ON, **TREE_ON, **WORTH}
+    ran = job("sglang_sessions.py", str(folder / "dense"), backend, **variables)
+    ended = spawn(folder, {backend: ran})[backend]
+    assert ended.status == 0, ended.log[-4000:]

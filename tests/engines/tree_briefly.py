@@ -7,6 +7,7 @@ import sys
 
 import tree_choices
 import tree_histories
+import tree_sessions
 import tree_worth
 
 
@@ -14,6 +15,7 @@ def main() -> None:
     """Prints how many calls were made, as JSON."""
     tree_choices.main()
     tree_worth.main()
+    tree_sessions.main()
     tree_histories.run("each", seeds=2, steps=12, core="kvpool")
     json.dump(
         tree_histories.run("each", seeds=len(tree_histories.POLICIES), steps=12, core="python"), sys.stdout

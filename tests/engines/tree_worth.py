@@ -27,6 +27,8 @@ from kvpool.integrations.sglang.tree_policy import EVICTION
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvpool.integrations.turns import Turn
+
 
 def params_of(size: int, page: int) -> CacheInitParams:
     """The parameters of a cache of `size` tokens, a whole number of pages."""
@@ -53,9 +55,10 @@ def make_cache(size: int, page: int, order: str) -> Any:
         return KvUnifiedRadixCache(params_of(size, page))
 
 
-def serve(cache: Any, tokens: array[int], chunk: int) -> int:
+def serve(cache: Any, tokens: array[int], chunk: int, turn: Turn | None = None) -> int:
     """Serves a prompt of whole pages, computed in chunks, and returns how many of its tokens were found."""
     key, allocator = RadixKey(tokens), cache.token_to_kv_pool_allocator
+    cache.tree_core.session = turn and turn.session
     # A scheduler looks a prompt up to order the waiting ones, and at each attempt to admit it.
     cache.match_prefix(MatchPrefixParams(key))
     found = cache.match_prefix(MatchPrefixParams(key))
@@ -76,6 +79,9 @@ def serve(cache: Any, tokens: array[int], chunk: int) -> int:
         lock = cache.lock(result.last_device_node)
         known = inserted = end
     cache.unlock(lock)
+    if turn is not None:
+        node = result.last_device_node
+        cache.tree_core.end_turn(turn.session, node, pause=turn.pause, is_last=turn.is_last)
     return int(length)
 
 

@@ -15,18 +15,20 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
     create_tree_core,
 )
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache, page_interleave_shard_size
-from sglang.srt.runtime_context import get_context
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.seams import have_source, signature
 from kvpool.integrations.sglang.tree_core import DELEGATED, PARTS, KvTreeCore
 from kvpool.integrations.sglang.tree_policy import EVICTION, eviction_policy, evicts_by_worth
+from kvpool.integrations.sglang.turns import settings as _settings
+from kvpool.integrations.sglang.turns import turn_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,12 +53,6 @@ _CHECKPOINT = "3a20fa5c0617352cc19485b47d5fc54b429288fe6deb62747ed95f4fd7ffd098"
 """The SHA-256 of the source of SGLang's `checkpoint_into_tree` that this module has a shorter one for."""
 
 _logger = logging.getLogger("kvpool")
-
-
-def _settings(namespace: str) -> object:
-    """Return settings of the server; `None` in a process without a server, such as a test of SGLang."""
-    context = get_context()
-    return context.config_bag(namespace) if context.is_config_namespace_published(namespace) else None
 
 
 def check_tree_core() -> list[str]:
@@ -144,7 +140,10 @@ _KNOWS_CHECKPOINT = have_source([UnifiedRadixCache.checkpoint_into_tree], _CHECK
 
 
 class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's types are not installed
-    """SGLang's cache with one call for an eviction instead of two a leaf, and fewer for a checkpoint."""
+    """SGLang's cache with one call for an eviction instead of two a leaf, and fewer for a checkpoint.
+
+    It tells the tree of sessions what requests say of them.
+    """
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: object) -> None:
         """Insert what a request has computed, and move its lock to the end of it.
@@ -152,13 +151,18 @@ class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's 
         SGLang's own method does it where the cache has more than full attention, or KV events.
         """
         core = self.tree_core
+        turn = turn_of(req.sampling_params) if self._evicts_by_worth() else None
         if not (
             isinstance(core, KvTreeCore)
             and self.tree_components == (_FULL,)
             and not (core.is_eagle or core.kv_events.enabled or self.disable)
             and _KNOWS_CHECKPOINT
         ):
-            super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+            core.session = None if turn is None else turn.session
+            try:
+                super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+            finally:
+                core.session = None
             return
         tokens, kv, priority, page = req.full_untruncated_fill_ids, req.kv, req.priority or 0, self.page_size
         size = min(up_to, len(tokens))
@@ -171,7 +175,13 @@ class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's 
         namespace = req.extra_key if req.cache_salt is None else (req.extra_key, req.cache_salt)
         protected = kv.cache_protected_len
         found, node, actions = core.insert_plain(
-            tokens, slots, namespace, found=protected, inserted=kv.cache_inserted_len, priority=priority
+            tokens,
+            slots,
+            namespace,
+            found=protected,
+            inserted=kv.cache_inserted_len,
+            priority=priority,
+            session=turn and turn.session,
         )
         self._apply_cache_actions(actions)
         kv.cache_inserted_len = max(kv.cache_inserted_len, size)
@@ -197,6 +207,22 @@ class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's 
         req.lock = self.lock(node)
         kv.cache_protected_len = size
         req.last_node = node
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        """Clean up after a request that gives up its slots. A turn ends, unless the request was retracted."""
+        super().on_release(req, checkpointed=checkpointed)
+        if not (self._evicts_by_worth() and req.finished()) or (turn := turn_of(req.sampling_params)) is None:
+            return
+        pause, node = turn.pause, req.last_node
+        if isinstance(req.finished_reason, FINISH_ABORT):
+            # It is known whether it was the last turn, and not what the session waits for.
+            pause = None
+            if len(req.origin_input_ids) == 1:  # what SGLang puts in the place of a prompt that it refuses
+                node = None
+        self.tree_core.end_turn(turn.session, node, pause=pause, is_last=turn.is_last)
+
+    def _evicts_by_worth(self) -> bool:
+        return isinstance(self.tree_core, KvTreeCore) and self.tree_core.evicts_by_worth
 
     def _evict_components(
         self,

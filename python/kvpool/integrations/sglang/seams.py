@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpool.integrations.seams import Engine
 
-__all__ = ["SEAMS", "SGLANG", "START", "EngineMismatchError"]
+__all__ = ["EVICTION", "SEAMS", "SGLANG", "START", "EngineMismatchError"]
 
 SGLANG = Engine("SGLang", "sglang", ("0.5.23",))
 
@@ -29,6 +29,9 @@ _SLOTS = {
     "merge_and_sort_free": "(self)",
     "resize": "(self, config)",
 }
+
+EVICTION = "KVPOOL_SGLANG_EVICTION"
+"""The environment variable that asks for kvpool's own policy of eviction."""
 
 START = "sglang.srt.managers.scheduler.Scheduler.__init__"
 """The function that SGLang calls in each scheduler process, after the plugins and before it makes a pool."""
@@ -63,6 +66,7 @@ SEAMS: dict[str, dict[str, str]] = {
     },
     f"{_POOLS}.HybridReqToTokenPool": {"alloc": "(self, reqs)", "clear": "(self)"},
     START.rpartition(".")[0]: {"__init__": "(self, server_args, port_args)"},
+    "sglang.srt.sampling.sampling_params.SamplingParams": {"verify": "(self, vocab_size)"},
     f"{_POOLS}.MHATokenToKVPool": {"_create_buffers_normal": "(self)", "_kv_buffer_shapes": "(self)"},
 }
 """By class, the methods and their signatures: names, kinds and defaults."""

@@ -159,6 +159,10 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     Args:
         params: The parameters that SGLang makes the cache of.
+
+    Attributes:
+        evicts_by_worth: Whether the tree is told of sessions.
+        session: The name of the session whose tokens are inserted from now on; `None` for none.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -189,6 +193,8 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         self._is_on_host = torch.device(self.device).type == "cpu"
         self._parts = parts
         self._has_swa = _SWA in parts
+        self.evicts_by_worth = policy.policy == "adaptive"
+        self.session: str | int | None = None
         self._tree = HybridTree(
             params.page_size,
             policy=policy.policy,
@@ -296,6 +302,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
             priority=params.priority or 0,
             state=params.mamba_value,
             branch=params.swa_branching_seqlen,
+            session=self.session,
         )
         return self._step(step, insertion)
 
@@ -308,6 +315,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         found: int,
         inserted: int,
         priority: int,
+        session: str | int | None = None,
     ) -> tuple[int, int, list[Action]]:
         """Insert as many tokens as there are slots, whole pages, in a cache with full attention alone.
 
@@ -316,12 +324,26 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         if self._insertion is not None:
             raise RuntimeError("concurrent insert walks")
         step = self._tree.insert(
-            tokens, slots, 0, len(slots), namespace, found=found, inserted=inserted, priority=priority
+            tokens,
+            slots,
+            0,
+            len(slots),
+            namespace,
+            found=found,
+            inserted=inserted,
+            priority=priority,
+            session=session,
         )
         self._owners.check()
         if step.node is None:
             raise RuntimeError("an insertion with full attention alone takes one step")
         return step.found, step.node, [self._translated(action, slots) for action in step.actions()]
+
+    def end_turn(self, session: str | int, node: int | None, *, pause: str | None, is_last: bool) -> None:
+        """End a turn of a session at a node; at `None`, or one that is gone, only what follows counts."""
+        if node is None or not self._tree.contains(node):
+            node = self._tree.root()
+        self._tree.end_turn(session, node, pause=pause, is_last=is_last)
 
     def resume_insert(self) -> InsertStepResult:
         """Continue an insertion after the cache has done the action of the last step."""

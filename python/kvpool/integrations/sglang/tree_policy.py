@@ -18,14 +18,12 @@ from sglang.srt.mem_cache.evict_policy import (
 from sglang.srt.mem_cache.utils import get_eviction_strategy
 
 from kvpool.errors import ConfigError
+from kvpool.integrations.sglang.seams import EVICTION
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 __all__ = ["EVICTION", "EvictionPolicy", "eviction_policy", "evicts_by_worth"]
-
-EVICTION = "KVPOOL_SGLANG_EVICTION"
-"""The environment variable that asks for kvpool's own policy of eviction."""
 
 _STRATEGIES = (LRUStrategy, MRUStrategy, FIFOStrategy, FILOStrategy, LFUStrategy, PriorityStrategy)
 
