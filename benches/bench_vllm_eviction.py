@@ -13,23 +13,19 @@ import argparse
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness import machine
 from nano_models import make
 from rich.console import Console
 from rich.table import Table
+from trace_turns import said
 from vllm_engine import MODELS, StubExecutor, Trace, make_engine, run
 
 from kvpool.integrations.vllm.kv_cache_manager import EVICTION
-from kvpool.integrations.vllm.turns import END, PAUSE, SESSION
 from kvpool.tools.policies import WITH_SESSIONS
 from kvpool.tools.traces import read_trace
 from kvpool.tools.traces.agents import agents_trace, parse_agents
-from kvpool.tools.traces.trace import END as NONE_FOLLOWS
-
-if TYPE_CHECKING:
-    from kvpool.tools.traces.trace import Trace as Requests
 
 BLOCK, WORDS = 16, 1000
 """Tokens in a block, and how many of them there are."""
@@ -42,17 +38,6 @@ def tokens_of(block: int) -> list[int]:
         block, digit = divmod(block, WORDS)
         digits.append(4 + digit)
     return digits
-
-
-def said(trace: Requests) -> list[dict[str, Any] | None]:
-    """What each request says of its session, if the trace knows of sessions."""
-    if trace.contexts is None or trace.followed_by is None:
-        return [None] * len(trace)
-    says: list[dict[str, Any] | None] = []
-    for context, follows in zip(trace.contexts.tolist(), trace.followed_by.tolist(), strict=True):
-        more = {END: True} if follows == NONE_FOLLOWS else {PAUSE: follows} if follows else {}
-        says.append({SESSION: context, **more})
-    return says
 
 
 def found(
