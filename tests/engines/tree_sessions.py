@@ -87,8 +87,7 @@ def ends() -> None:
             cache.serve(CHAT, {SESSION: "chat"})
             cache.serve([*CHAT, 4], {SESSION: "chat", END: True})
             assert cache.evicted_first([*CHAT, 4], OTHER) == [3, 3], knows
-            # Nothing is left of the session that inserted last.
-            cache.serve([10, 11])
+            # What is inserted without a request is of no session.
             assert cache.cache.tree_core.session is None
             cache.serve([*CHAT, 5], {SESSION: "chat", PAUSE: "user"})
             cache.serve([*CHAT, 6], {SESSION: "chat", PAUSE: "user"})
