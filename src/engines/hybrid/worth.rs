@@ -6,8 +6,8 @@
 //! insertion counts as the use of the nodes after that, and look-ups and locks count nothing. The time is the number
 //! of tokens that requests have inserted, those of a request counted once.
 //!
-//! *Invariant.* The policy and the ended leaves together are exactly the queued leaves. The hash of a node is that of its namespace and of all
-//! tokens up to its end.
+//! *Invariant.* The policy and the ended leaves together are exactly the queued leaves. The hash of a node is that of its
+//! namespace and of all tokens up to its end.
 //!
 //! *Cost.* An insertion hashes the tokens that it adds, an eviction those that it removes, and a split the shorter
 //! part. Memory: 40 bytes for each node number, and what the policy and the sessions need.

@@ -158,7 +158,10 @@ class KvUnifiedRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang's 
             and not (core.is_eagle or core.kv_events.enabled or self.disable)
             and _KNOWS_CHECKPOINT
         ):
-            core.session = None if turn is None else turn.session
+            if turn is None:
+                super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+                return
+            core.session = turn.session
             try:
                 super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
             finally:
