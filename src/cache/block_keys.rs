@@ -58,6 +58,7 @@ pub(crate) fn record_published(
     now: Tick,
 ) -> Vec<NewPages> {
     let (mut segments, mut remaining) = (Segments::default(), tokens);
+    let mut published = narrow(at);
     let mut keyed = Vec::with_capacity(BATCH.min(remaining.len() / size.block + 2));
     while !remaining.is_empty() {
         keyed.clear();
@@ -80,8 +81,9 @@ pub(crate) fn record_published(
         for &(plain, hash, end) in &keyed {
             segments.add(plain, segments.last(), hash);
             if let Some(hash) = end {
-                let published = narrow((plain + 1) * size.page);
-                let remembered = policy.record_publication(hash.key(), published, now);
+                let begin = published;
+                published += narrow((plain + 1) * size.page);
+                let remembered = policy.record_publication(hash.key(), begin..published, now);
                 segments.add(1, remembered, hash);
             } else {
                 policy.record_fragment(narrow(plain * size.page), now);

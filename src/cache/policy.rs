@@ -90,7 +90,7 @@ impl Tick {
 /// ```
 /// use kvpool::cache::{BlockKey, BlockTokens, PolicyKind, Tick};
 /// let mut policy = PolicyKind::Adaptive.policy(1024, BlockTokens::of_page_size(16), None);
-/// let remembered = policy.record_publication(BlockKey::new(0x9e37_79b9_7f4a_7c15), 64, Tick::new(0));
+/// let remembered = policy.record_publication(BlockKey::new(0x9e37_79b9_7f4a_7c15), 0..64, Tick::new(0));
 /// assert_eq!(remembered.uses, 0, "it is new");
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -295,9 +295,9 @@ pub trait Policy: fmt::Debug + Send {
         f64::from(positions.end - positions.start)
     }
 
-    /// Records that a request found `tokens` tokens whose history so far is `history`.
-    fn record_use(&mut self, history: &History, tokens: u32, now: Tick) {
-        let _ = (history, tokens, now);
+    /// Records that a request found the tokens at these positions, whose history so far is `history`.
+    fn record_use(&mut self, history: &History, positions: Range<u32>, now: Tick) {
+        let _ = (history, positions, now);
     }
 
     /// Returns the outlook of pages that are usually used again after `pause`, in tokens looked up.
@@ -317,11 +317,11 @@ pub trait Policy: fmt::Debug + Send {
         let _ = keys;
     }
 
-    /// Records that the block `key` was published, the last `tokens` tokens of it by this call, and returns
+    /// Records that the block `key` was published, the tokens at these positions of it by this call, and returns
     /// what is remembered of an earlier stay. Pages of which different things are remembered must be in
     /// different nodes.
-    fn record_publication(&mut self, key: BlockKey, tokens: u32, now: Tick) -> Remembered {
-        let _ = (key, tokens, now);
+    fn record_publication(&mut self, key: BlockKey, positions: Range<u32>, now: Tick) -> Remembered {
+        let _ = (key, positions, now);
         Remembered::default()
     }
 

@@ -19,6 +19,7 @@
 //! needs, and some 100 bytes for each session, of which there are at most two for each block, or 1,024.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use crate::base::{BlockId, Id, widen};
 use crate::cache::{
@@ -154,7 +155,8 @@ impl BlockOrder {
             end = end.saturating_add(self.tokens);
             waiting.push(block);
             if end.is_multiple_of(self.remembered_every) {
-                remembered = self.policy.record_publication(key, self.tokens_of(&waiting), self.now);
+                let positions = end - self.tokens_of(&waiting)..end;
+                remembered = self.policy.record_publication(key, positions, self.now);
                 self.begin(&mut waiting, remembered);
             }
             let place = before.map(|block| self.place(block));
@@ -198,7 +200,8 @@ impl BlockOrder {
             self.withdraw(block);
             self.waiting.take(block);
             let history = self.at(block).history;
-            self.policy.record_use(&history, self.tokens, self.now);
+            let positions = self.positions(block);
+            self.policy.record_use(&history, positions, self.now);
             let now = self.now;
             self.at_mut(block).history.touch(now);
         }
@@ -314,8 +317,7 @@ impl BlockOrder {
         } else if here.history.outlook == Outlook::Ended {
             self.ended.insert((here.history.used, block));
         } else {
-            let positions = here.end - self.tokens..here.end;
-            self.policy.insert(node(block), positions, &here.history, self.now);
+            self.policy.insert(node(block), self.positions(block), &here.history, self.now);
         }
         self.at_mut(block).is_offered = true;
     }
@@ -372,6 +374,12 @@ impl BlockOrder {
     /// Returns the tokens of blocks that the policy remembers together, or of fewer.
     fn tokens_of(&self, blocks: &[BlockId]) -> u32 {
         self.tokens * u32::try_from(blocks.len()).expect("they have 64 tokens, or are one block")
+    }
+
+    /// Returns the positions of the tokens of a known block.
+    fn positions(&self, block: BlockId) -> Range<u32> {
+        let end = self.at(block).end;
+        end - self.tokens..end
     }
 
     fn at(&self, block: BlockId) -> &KnownBlock {

@@ -104,7 +104,7 @@ proptest! {
                 }
                 2 => if let Some(known) = held.remove(&number) {
                     policy.remove(leaf);
-                    policy.record_use(&known, BLOCK, tick);
+                    policy.record_use(&known, 0..BLOCK, tick);
                 },
                 3 => if let Some(victim) = policy.victim(tick) {
                     let known = held.remove(&victim.number());
@@ -112,7 +112,7 @@ proptest! {
                     policy.remove(victim);
                     policy.record_eviction(key(u32::from(victim.number() % 7 == 0)), &known.unwrap(), tick);
                 },
-                4 => { policy.record_publication(key(number), BLOCK, tick); }
+                4 => { policy.record_publication(key(number), 0..BLOCK, tick); }
                 5 if value % 8 == 0 => policy.record_fragment(number, tick),
                 _ => now += value,
             }
@@ -154,7 +154,7 @@ impl Blocks {
         let is_found = self.cached.contains_key(&block);
         if let Some(history) = self.cached.get_mut(&block) {
             policy.remove(leaf);
-            policy.record_use(history, BLOCK, now);
+            policy.record_use(history, 0..BLOCK, now);
             history.touch(now);
         } else {
             if self.cached.len() == self.capacity {
@@ -163,7 +163,7 @@ impl Blocks {
                 let history = self.cached.remove(&victim.number()).unwrap();
                 policy.record_eviction(key(victim.number()), &history, now);
             }
-            let before = policy.record_publication(key(block), BLOCK, now);
+            let before = policy.record_publication(key(block), 0..BLOCK, now);
             self.cached.insert(block, History::of_new(before, now));
         }
         policy.insert(leaf, 0..BLOCK, &self.cached[&block], now);

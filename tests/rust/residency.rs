@@ -158,8 +158,8 @@ fn learned(tokens: Option<u64>, loaded: u64) -> (Option<Learned>, Tick) {
     for step in 1..1000_u32 {
         let now = Tick::new(64 * u64::from(step));
         let used = Tick::new(now.tokens() - 64);
-        policy.record_use(&History { used, uses: step, ..History::default() }, 64, now);
-        policy.record_publication(BlockKey::new(u64::from(step) << 40 | u64::from(step)), 64, now);
+        policy.record_use(&History { used, uses: step, ..History::default() }, 0..64, now);
+        policy.record_publication(BlockKey::new(u64::from(step) << 40 | u64::from(step)), 0..64, now);
         policy.record_loaded(loaded);
     }
     let now = Tick::new(64_000);

@@ -310,8 +310,9 @@ impl Tree {
         let path: Vec<_> = self.path(node).take_while(|&id| previous != Some(id)).collect();
         for id in path.into_iter().rev() {
             let here = self.node(id);
-            let (history, tokens) = (here.history, narrow(here.tokens.len()));
-            self.queues.policy.record_use(&history, tokens, now);
+            let (history, end) = (here.history, here.end);
+            let positions = end - narrow(here.tokens.len())..end;
+            self.queues.policy.record_use(&history, positions, now);
             let here = self.node_mut(id);
             here.history.touch(now);
             here.user = here.user.filter(|&user| session == Some(user));

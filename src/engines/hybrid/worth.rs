@@ -13,6 +13,7 @@
 //! part. Memory: 40 bytes for each node number, and what the policy and the sessions need.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use super::{HybridTree, Node, NodeHandle, NodeId, ROOT};
 use crate::base::bounded::narrow;
@@ -77,8 +78,7 @@ impl WorthQueue {
         if history.outlook == Outlook::Ended {
             self.ended.insert((history.used, leaf));
         } else {
-            let positions = saturated(node.end - node.tokens.len())..saturated(node.end);
-            self.policy.insert(leaf, positions, &history, self.now);
+            self.policy.insert(leaf, positions_of(node), &history, self.now);
         }
         self.len += 1;
     }
@@ -155,10 +155,10 @@ impl HybridTree {
         }
         // The policy has a leaf by its history.
         self.unqueue(id);
-        let tokens = saturated(self.node(id).tokens.len());
+        let positions = positions_of(self.node(id));
         let Some(worth) = self.queue.worth_mut() else { return };
         let (now, history) = (worth.now, worth.past(id).history);
-        worth.policy.record_use(&history, tokens, now);
+        worth.policy.record_use(&history, positions, now);
         let past = worth.past_mut(id);
         past.history.touch(now);
         past.user = past.user.filter(|&user| session == Some(user));
@@ -264,6 +264,11 @@ impl HybridTree {
     }
 }
 
+/// Returns the positions of the tokens of a node.
+fn positions_of(node: &Node) -> Range<u32> {
+    saturated(node.end - node.tokens.len())..saturated(node.end)
+}
+
 /// Converts a number of tokens of a prompt; a longer prompt counts as one of 2**32 - 1.
 pub(super) fn saturated(tokens: usize) -> u32 {
     u32::try_from(tokens).unwrap_or(u32::MAX)
@@ -327,11 +332,11 @@ mod tests {
             0
         }
 
-        fn record_use(&mut self, _history: &History, tokens: u32, _now: Tick) {
-            self.told().used += u64::from(tokens);
+        fn record_use(&mut self, _history: &History, positions: Range<u32>, _now: Tick) {
+            self.told().used += positions.len() as u64;
         }
 
-        fn record_publication(&mut self, key: BlockKey, _tokens: u32, _now: Tick) -> Remembered {
+        fn record_publication(&mut self, key: BlockKey, _positions: Range<u32>, _now: Tick) -> Remembered {
             Remembered { uses: self.told().evicted.remove(&key).unwrap_or_default() }
         }
 

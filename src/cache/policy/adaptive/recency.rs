@@ -1,4 +1,4 @@
-//! An estimate of what least-recently-used eviction would have found.
+//! An estimate of what least-recently-used eviction would have found, and what that saves.
 //!
 //! Such a cache holds exactly the most recently used tokens, up to its capacity. So it is enough to know how
 //! many tokens were used last at which time, and from which time on they fill the capacity.
@@ -16,12 +16,13 @@ use crate::cache::policy::Tick;
 /// The number of spans into which the capacity is divided.
 const SPANS: usize = 256;
 
-/// What a cache may find less than least-recently-used eviction does, before it goes by recency itself.
+/// What a cache may save less than least-recently-used eviction does, before it goes by recency itself.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Margin {
-    /// As a share of what it finds. If it is negative, the cache must find more.
-    of_found: f64,
-    /// What is added to that, as a share of the capacity: so much is lost by chance when little was looked up yet.
+    /// As a share of what it saves. If it is negative, the cache must save more.
+    of_own: f64,
+    /// What is added to that, as a share of what the tokens of the capacity save: so much is lost by chance when little
+    /// was looked up yet.
     of_capacity: f64,
     /// The share of the whole that a cache which goes by recency may still have lost when it tries another order again.
     /// Each change of the order costs something: what is kept for the one is evicted first by the other.
@@ -30,11 +31,14 @@ pub(super) struct Margin {
 
 impl Margin {
     /// That of a cache that tries another order.
-    pub(super) const OF_TRIAL: Self = Self { of_found: 0.02, of_capacity: 1.0 / 16.0, to_try_again: 0.5 };
+    pub(super) const OF_TRIAL: Self = Self { of_own: 0.02, of_capacity: 1.0 / 16.0, to_try_again: 0.5 };
+
+    /// The same if it counts seconds. A few long prompts make most of these, so that there is more chance in them.
+    pub(super) const OF_SECONDS: Self = Self { of_capacity: 0.25, ..Self::OF_TRIAL };
 
     /// That of a cache and the tier below it, which find about as much by recency if they do not find more than recency
     /// in a tier alone.
-    pub(super) const BELOW: Self = Self { of_found: -0.02, of_capacity: 0.0, to_try_again: 1.0 };
+    pub(super) const BELOW: Self = Self { of_own: -0.02, of_capacity: 0.0, to_try_again: 1.0 };
 }
 
 /// The counts of found tokens halve each time that this many times the capacity was looked up.
@@ -45,6 +49,20 @@ const HALF_LIFE: f64 = 256.0;
 struct Span {
     from: Tick,
     tokens: u64,
+}
+
+/// Tokens that are used again, and what that saves or would have saved, in a unit of the caller.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Again {
+    pub(super) tokens: u32,
+    pub(super) saved: f64,
+}
+
+impl Again {
+    /// Tokens each of which saves 1.
+    pub(super) fn of_tokens(tokens: u32) -> Self {
+        Self { tokens, saved: f64::from(tokens) }
+    }
 }
 
 /// The estimate.
@@ -62,9 +80,10 @@ pub(super) struct Recency {
     /// The time of the last call, and by how much `tokens_held` has grown since that time began.
     now: Tick,
     fresh: u64,
-    /// The tokens found by the cache and by least-recently-used eviction, which decay.
+    /// What the cache and least-recently-used eviction have saved, and the tokens found by the latter, which decay.
     own: f64,
     recent: f64,
+    recent_tokens: f64,
     decayed: Tick,
 }
 
@@ -81,15 +100,17 @@ impl Recency {
             fresh: 0,
             own: 0.0,
             recent: 0.0,
+            recent_tokens: 0.0,
             decayed: Tick::default(),
         }
     }
 
-    /// Returns whether the cache finds as much as least-recently-used eviction, apart from the margin.
+    /// Returns whether the cache saves as much as least-recently-used eviction, apart from the margin.
     pub(super) fn is_matched(&mut self) -> bool {
-        let Margin { of_found, of_capacity, to_try_again } = self.margin;
+        let Margin { of_own, of_capacity, to_try_again } = self.margin;
         let share = if self.is_matched { 1.0 } else { to_try_again };
-        let may_lose = share * (of_found * self.own + of_capacity * real(self.capacity));
+        let of_token = self.recent / self.recent_tokens.max(1.0);
+        let may_lose = share * (of_own * self.own + of_capacity * real(self.capacity) * of_token);
         self.is_matched = self.recent - self.own <= may_lose;
         self.is_matched
     }
@@ -109,12 +130,13 @@ impl Recency {
         self.decayed = now;
         self.own *= (-halves).exp2();
         self.recent *= (-halves).exp2();
+        self.recent_tokens *= (-halves).exp2();
     }
 
     /// Records that tokens were found whose last use was at `used`.
-    pub(super) fn record_found(&mut self, used: Tick, tokens: u32, now: Tick) {
-        self.own += f64::from(tokens);
-        self.record_missed(used, tokens, now);
+    pub(super) fn record_found(&mut self, used: Tick, found: Again, now: Tick) {
+        self.own += found.saved;
+        self.record_missed(used, found, now);
     }
 
     /// Records that tokens were found in the tier below which have counted as not found.
@@ -123,8 +145,9 @@ impl Recency {
     }
 
     /// Records that tokens were not found whose last use was at `used`.
-    pub(super) fn record_missed(&mut self, used: Tick, tokens: u32, now: Tick) {
+    pub(super) fn record_missed(&mut self, used: Tick, missed: Again, now: Tick) {
         self.remove_displaced(now);
+        let Again { tokens, saved } = missed;
         let mut unmatched = u64::from(tokens);
         let over = (self.tokens_held - self.fresh).saturating_sub(self.capacity);
         let mut at = self.spans.partition_point(|span| span.from <= used);
@@ -136,7 +159,9 @@ impl Recency {
             let span = &mut self.spans[at];
             let removed = span.tokens.min(unmatched);
             // The beginnings in the oldest span are held; they are also looked up first.
-            self.recent += real(removed.min(span.tokens - over));
+            let held = real(removed.min(span.tokens - over));
+            self.recent_tokens += held;
+            self.recent += held * saved / f64::from(tokens);
             span.tokens -= removed;
             unmatched -= removed;
         }
@@ -208,7 +233,7 @@ mod tests {
             state = (state * 1_103_515_245 + 12345) % (1 << 31);
             let token = (state >> 16) % 40 * ((state >> 8) % 40) / 40;
             match used[token].replace(now) {
-                Some(before) => ledger.record_missed(before, 1, now),
+                Some(before) => ledger.record_missed(before, Again::of_tokens(1), now),
                 None => ledger.add(1, now),
             }
             found += u32::from(recent.contains(&token));
@@ -223,20 +248,35 @@ mod tests {
 
     #[test]
     fn a_cache_may_lose_a_little_and_then_catches_up() {
-        let mut ledger = Recency::new(1600, Margin::OF_TRIAL);
-        ledger.add(6000, Tick::new(1));
-        let mut use_again = |found: u32, missed: u32| {
-            ledger.record_found(Tick::new(1), found, Tick::new(1));
-            ledger.record_missed(Tick::new(1), missed, Tick::new(1));
-            ledger.is_matched()
-        };
-        assert!(use_again(0, 100), "a sixteenth of the capacity");
-        assert!(!use_again(0, 1));
-        assert!(!use_again(100, 0), "lost: 101 of the 102 that it may, but it goes by recency now");
-        // Half of 2 % of these and of a sixteenth of the capacity.
-        assert!(!use_again(4_999, 0));
-        assert!(use_again(1, 0));
-        assert!(use_again(0, 100), "101 more");
-        assert!(!use_again(0, 2));
+        for of_token in [1.0, 20e-6] {
+            let mut ledger = Recency::new(1600, Margin::OF_TRIAL);
+            ledger.add(6000, Tick::new(1));
+            let mut use_again = |found: u32, missed: u32| {
+                let [found, missed] =
+                    [found, missed].map(|tokens| Again { tokens, saved: of_token * f64::from(tokens) });
+                ledger.record_found(Tick::new(1), found, Tick::new(1));
+                ledger.record_missed(Tick::new(1), missed, Tick::new(1));
+                ledger.is_matched()
+            };
+            // A sixteenth of the capacity is 100 tokens.
+            assert!(use_again(0, 99));
+            assert!(!use_again(0, 2));
+            assert!(!use_again(98, 0), "101 of the 101.96 that it may lose, but it goes by recency now");
+            // Half of 2 % of these and of a sixteenth of the capacity.
+            assert!(!use_again(4_990, 0));
+            assert!(use_again(20, 0));
+            assert!(use_again(0, 99));
+            assert!(!use_again(0, 4));
+        }
+    }
+
+    #[test]
+    fn tokens_far_behind_count_more() {
+        let mut ledger = Recency::new(1600, Margin::OF_SECONDS);
+        ledger.add(2000, Tick::new(1));
+        ledger.record_missed(Tick::new(1), Again { tokens: 1000, saved: 0.02 }, Tick::new(1));
+        assert!(!ledger.is_matched());
+        ledger.record_found(Tick::default(), Again { tokens: 64, saved: 0.018 }, Tick::new(1));
+        assert!(ledger.is_matched());
     }
 }
