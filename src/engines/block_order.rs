@@ -15,8 +15,9 @@
 //! such blocks, or blocks that others have used as well.
 //!
 //! *Cost.* One call of the policy for each block that is taken, freed, used again or added, and one for each block
-//! of a session at the end of a turn that pauses or ends it. Memory: 64 bytes for each block, what the policy
-//! needs, and some 100 bytes for each session, of which there are at most two for each block, or 1,024.
+//! of a session at the end of a turn that pauses or ends it. Memory: 64 bytes for each block, 8 more once requests
+//! wait, what the policy needs, and some 100 bytes for each session, of which there are at most two for each block,
+//! or 1,024.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
