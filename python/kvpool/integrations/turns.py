@@ -6,6 +6,8 @@ over. Arguments of others are not looked at.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpool.errors import ConfigError
@@ -13,7 +15,7 @@ from kvpool.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["END", "PAUSE", "PREFIX", "SESSION", "Turn", "TurnError", "parse"]
+__all__ = ["END", "PAUSE", "PREFIX", "SESSION", "Turn", "TurnError", "parse", "parse_unchecked"]
 
 SESSION = "kvpool_session"
 """The argument that names the session of a request: a str of 1 to 256 characters, or an int."""
@@ -28,6 +30,8 @@ PREFIX = "kvpool_"
 """What the names of all arguments begin with that are kvpool's."""
 
 _LONGEST_NAME, _LONGEST_KIND, _SHOWN = 256, 64, 80
+
+_logger = logging.getLogger("kvpool")
 
 
 class Turn(NamedTuple):
@@ -77,6 +81,24 @@ def parse(arguments: Mapping[str, Any]) -> Turn | None:
     if pause is not None and is_last:
         raise _error(PAUSE, pause, f"must be left out with {END}: a session that ends does not pause")
     return Turn(session, pause, bool(is_last))
+
+
+def parse_unchecked(arguments: Mapping[str, Any], engine: str) -> Turn | None:
+    """Return the turn that these arguments say of; `None`, after a warning, if they are wrong."""
+    try:
+        return parse(arguments)
+    except TurnError:
+        _warn_once(engine)
+        return None
+
+
+@cache
+def _warn_once(engine: str) -> None:
+    _logger.warning(
+        "%s has a request whose arguments %s* are wrong and were not checked: it is one of no session",
+        engine,
+        PREFIX,
+    )
 
 
 def _is_text(value: object, longest: int) -> bool:

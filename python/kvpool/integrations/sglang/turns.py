@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import TYPE_CHECKING
 
 from sglang.srt.runtime_context import get_context
 
-from kvpool.integrations.turns import PREFIX, Turn, TurnError, parse
+from kvpool.integrations.sglang.seams import SGLANG
+from kvpool.integrations.turns import PREFIX, Turn, TurnError, parse, parse_unchecked
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -17,8 +16,6 @@ __all__ = ["VERIFY", "check", "settings", "turn_of"]
 
 VERIFY = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
 """What SGLang calls with each request before the scheduler has it: by a `ValueError` that request fails."""
-
-_logger = logging.getLogger("kvpool")
 
 
 def settings(namespace: str) -> object:
@@ -44,16 +41,4 @@ def turn_of(params: SamplingParams) -> Turn | None:
     """Return the turn that a request is; `None` if it says of no session, or if its arguments are wrong."""
     if not isinstance(params.custom_params, dict):
         return None
-    try:
-        return parse(params.custom_params)
-    except TurnError:
-        _warn_once()
-        return None
-
-
-@cache
-def _warn_once() -> None:
-    _logger.warning(
-        "SGLang has a request whose arguments %s* are wrong and were not checked: it is one of no session",
-        PREFIX,
-    )
+    return parse_unchecked(params.custom_params, SGLANG.name)

@@ -6,11 +6,9 @@ session, and what follows when it is over. Arguments of others are not looked at
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import TYPE_CHECKING
 
-from kvpool.integrations.turns import END, PAUSE, PREFIX, SESSION, Turn, TurnError, parse
+from kvpool.integrations.turns import END, PAUSE, SESSION, Turn, TurnError, parse, parse_unchecked
 from kvpool.integrations.vllm.seams import TURNS, VLLM
 
 VLLM.require(TURNS)
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 __all__ = ["END", "PAUSE", "SESSION", "Turn", "check", "turn_of"]
-
-_logger = logging.getLogger("kvpool")
 
 
 def check(request: Request) -> None:
@@ -44,16 +40,4 @@ def turn_of(request: Request) -> Turn | None:
     params = request.sampling_params
     if params is None or not params.extra_args:
         return None
-    try:
-        return parse(params.extra_args)
-    except TurnError:
-        _warn_once()
-        return None
-
-
-@cache
-def _warn_once() -> None:
-    _logger.warning(
-        "vLLM has a request whose arguments %s* are wrong and were not checked: it is one of no session",
-        PREFIX,
-    )
+    return parse_unchecked(params.extra_args, VLLM.name)
