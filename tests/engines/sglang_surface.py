@@ -18,7 +18,8 @@ from kvpool.integrations import seams as engines
 from kvpool.integrations import sglang as plugin
 from kvpool.integrations.sglang import seams
 
-REPLACED = [target for target in seams.SEAMS if target != seams.START.rpartition(".")[0]]
+HOOKED = [hook.rpartition(".")[0] for hook in (seams.START, seams.VERIFY)]
+REPLACED = [target for target in seams.SEAMS if target not in HOOKED]
 ALLOCATOR = "sglang.srt.mem_cache.allocator"
 POOLS = "sglang.srt.mem_cache.memory_pool"
 

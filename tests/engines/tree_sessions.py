@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 from tree_worth import make_cache
 
+from kvpool.integrations import turns as said_of_turns
 from kvpool.integrations.sglang import radix_cache, register_tree_core, turns
 from kvpool.integrations.turns import END, PAUSE, SESSION, Turn, TurnError
 
@@ -127,7 +128,7 @@ def wrong() -> None:
         with mock.patch.object(turns, "settings", return_value=here):
             turns.check(SamplingParams(custom_params=said), 512)
         assert turns.turn_of(SamplingParams(custom_params=said)) == turn
-    with mock.patch.object(turns, "_logger", mock.Mock(spec=logging.Logger)) as logger:
+    with mock.patch.object(said_of_turns, "_logger", mock.Mock(spec=logging.Logger)) as logger:
         wrongs: list[tuple[dict[str, Any], str]] = [
             ({PAUSE: "user"}, "kvpool_session is None"),
             ({SESSION: ""}, "kvpool_session is ''"),

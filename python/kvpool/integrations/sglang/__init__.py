@@ -11,7 +11,7 @@ import multiprocessing
 import os
 from typing import TYPE_CHECKING
 
-from kvpool.integrations.sglang.seams import EVICTION, SEAMS, SGLANG, START, EngineMismatchError
+from kvpool.integrations.sglang.seams import EVICTION, SEAMS, SGLANG, START, VERIFY, EngineMismatchError
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -100,6 +100,6 @@ def _register() -> None:
     HookRegistry.register(START, check_replaced, HookType.BEFORE)
     # With SGLang's own policies nothing is said of sessions.
     if os.environ.get(EVICTION) == "adaptive":
-        from kvpool.integrations.sglang.turns import VERIFY, check  # noqa: PLC0415
+        from kvpool.integrations.sglang.turns import check  # noqa: PLC0415
 
         HookRegistry.register(VERIFY, check, HookType.BEFORE)

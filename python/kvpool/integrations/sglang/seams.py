@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpool.integrations.seams import Engine
 
-__all__ = ["EVICTION", "SEAMS", "SGLANG", "START", "EngineMismatchError"]
+__all__ = ["EVICTION", "SEAMS", "SGLANG", "START", "VERIFY", "EngineMismatchError"]
 
 SGLANG = Engine("SGLang", "sglang", ("0.5.23",))
 
@@ -36,6 +36,9 @@ EVICTION = "KVPOOL_SGLANG_EVICTION"
 START = "sglang.srt.managers.scheduler.Scheduler.__init__"
 """The function that SGLang calls in each scheduler process, after the plugins and before it makes a pool."""
 
+VERIFY = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
+"""What SGLang calls with each request before the scheduler has it: by a `ValueError` that request fails."""
+
 SEAMS: dict[str, dict[str, str]] = {
     f"{_ALLOCATOR}.token.TokenToKVPoolAllocator": {
         "__init__": "(self, size, dtype, device, kvcache, need_sort)",
@@ -66,7 +69,7 @@ SEAMS: dict[str, dict[str, str]] = {
     },
     f"{_POOLS}.HybridReqToTokenPool": {"alloc": "(self, reqs)", "clear": "(self)"},
     START.rpartition(".")[0]: {"__init__": "(self, server_args, port_args)"},
-    "sglang.srt.sampling.sampling_params.SamplingParams": {"verify": "(self, vocab_size)"},
+    VERIFY.rpartition(".")[0]: {"verify": "(self, vocab_size)"},
     f"{_POOLS}.MHATokenToKVPool": {"_create_buffers_normal": "(self)", "_kv_buffer_shapes": "(self)"},
 }
 """By class, the methods and their signatures: names, kinds and defaults."""

@@ -12,10 +12,7 @@ from kvpool.integrations.turns import PREFIX, Turn, TurnError, parse, parse_unch
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-__all__ = ["VERIFY", "check", "settings", "turn_of"]
-
-VERIFY = "sglang.srt.sampling.sampling_params.SamplingParams.verify"
-"""What SGLang calls with each request before the scheduler has it: by a `ValueError` that request fails."""
+__all__ = ["check", "settings", "turn_of"]
 
 
 def settings(namespace: str) -> object:
