@@ -7,15 +7,15 @@
 //! Requests may be turns of [sessions](crate::cache::SessionId). What a turn leaves of the one before, and what an
 //! ended session leaves, is taken before the blocks that the policy has, as far as no other session has used it.
 //!
-//! What a request in the waiting queue has been found to need is taken after the blocks that the policy has, until it is
-//! used.
+//! What a request in the waiting queue has been found to need is taken after the blocks that the policy has, as long as the
+//! request waits.
 //!
 //! *Invariant.* The policy, the ended blocks and the waiting ones together are exactly the blocks that are free, are known
 //! by [`BlockOrder::add`] and have no known block behind them. A known block that only one session has used follows
 //! such blocks, or blocks that others have used as well.
 //!
 //! *Cost.* One call of the policy for each block that is taken, freed, used again or added, and one for each block
-//! of a session at the end of a turn that pauses or ends it. Memory: 64 bytes for each block, 8 more once requests
+//! of a session at the end of a turn that pauses or ends it. Memory: 64 bytes for each block, 24 more once requests
 //! wait, what the policy needs, and some 100 bytes for each session, of which there are at most two for each block,
 //! or 1,024.
 
@@ -199,7 +199,6 @@ impl BlockOrder {
         if self.knows(block) {
             self.count_user(block, self.user);
             self.withdraw(block);
-            self.waiting.take(block);
             let history = self.at(block).history;
             let positions = self.positions(block);
             self.policy.record_use(&history, positions, self.now);
@@ -219,7 +218,7 @@ impl BlockOrder {
         for &block in blocks {
             if self.knows(block) {
                 self.withdraw(block);
-                self.waiting.give(request, block, self.blocks.len());
+                self.waiting.need(request, block, self.blocks.len());
                 self.offer(block, queue);
             }
         }
@@ -230,7 +229,7 @@ impl BlockOrder {
     pub(super) fn remove_waiting(&mut self, request: WaitingId, queue: &EvictionQueue) {
         for block in self.waiting.remove(request) {
             self.withdraw(block);
-            self.waiting.take(block);
+            self.waiting.end_need(request, block);
             self.offer(block, queue);
         }
     }
@@ -349,7 +348,7 @@ impl BlockOrder {
     /// Forgets a block that loses its hash. The one before it may be the last one then.
     pub(super) fn forget(&mut self, block: BlockId, queue: &EvictionQueue) {
         self.withdraw(block);
-        self.waiting.take(block);
+        self.waiting.forget(block);
         let here = *self.at(block);
         if !here.is_known {
             return;

@@ -228,8 +228,8 @@ impl BlockTable {
     }
 
     /// Adds a request at an end of the engine's waiting queue, for which these blocks were found. They are taken after all
-    /// others with a hash, those of the request at the back first, until they are used or the request is removed. A block
-    /// that several waiting requests need counts as of the first of them.
+    /// others with a hash, those of the request at the back first, until the request is removed. A block that several
+    /// waiting requests need counts as of the first of them in the queue.
     pub fn add_waiting(&mut self, blocks: &[BlockId], end: QueueEnd) -> WaitingId {
         let Self { order, queue, .. } = self;
         order.as_mut().map_or(WaitingId::from(0), |order| order.add_waiting(blocks, end, queue))

@@ -1,10 +1,10 @@
 //! The blocks that requests in a waiting queue have been found to need.
 //!
-//! Each block belongs to one request at most: the first that was found to need it, until the block is used or loses
-//! its hash. The blocks of the request that waits longest are taken last.
+//! A block that several requests need counts as of the earliest of them in the queue. The blocks of the last request are
+//! taken first.
 //!
-//! *Cost.* A call for a block is logarithmic in the number of such blocks that are free. Memory: 8 bytes for each
-//! block of the engine, and 4 more for each block that a request needs.
+//! *Cost.* A call for a block is logarithmic in the number of such blocks that are free, and linear in the requests
+//! that need it. Memory: 24 bytes for each block of the engine, and some 50 for each block that a request needs.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -54,9 +54,9 @@ impl From<i64> for WaitingId {
 /// The blocks that waiting requests need.
 #[derive(Debug, Default)]
 pub(super) struct WaitingBlocks {
-    /// The request that needs each block, if there is one. Empty until a request waits.
-    by_block: Vec<Option<WaitingId>>,
-    /// The blocks that were given to each request.
+    /// The requests that need each block, the earliest first. Empty until a request waits.
+    by_block: Vec<Vec<WaitingId>>,
+    /// The blocks that each request was found to need.
     by_request: BTreeMap<WaitingId, Vec<BlockId>>,
     /// Those that can be taken, the first one first.
     offered: BTreeSet<(Reverse<WaitingId>, BlockId)>,
@@ -76,43 +76,48 @@ impl WaitingBlocks {
         WaitingId(*number)
     }
 
-    /// Gives a request a block, of `count` in all, unless another one has it.
-    pub(super) fn give(&mut self, request: WaitingId, block: BlockId, count: usize) {
-        self.by_block.resize(count, None);
-        let place = &mut self.by_block[widen(block.number())];
-        if place.is_none() {
-            *place = Some(request);
+    /// Records that a request needs a block, of `count` in all, which is not offered.
+    pub(super) fn need(&mut self, request: WaitingId, block: BlockId, count: usize) {
+        self.by_block.resize(count, Vec::new());
+        let requests = &mut self.by_block[widen(block.number())];
+        if let Err(at) = requests.binary_search(&request) {
+            requests.insert(at, request);
             self.by_request.entry(request).or_default().push(block);
         }
     }
 
     /// Returns whether a request needs a block.
     pub(super) fn needs(&self, block: BlockId) -> bool {
-        self.request_of(block).is_some()
+        self.first_request(block).is_some()
     }
 
-    /// Takes a block from the request that has it. It must not be offered.
-    pub(super) fn take(&mut self, block: BlockId) {
-        if let Some(place) = self.by_block.get_mut(widen(block.number())) {
-            *place = None;
+    /// Removes a request, and returns the blocks that it was found to need. [`Self::end_need`] ends that for each.
+    pub(super) fn remove(&mut self, request: WaitingId) -> Vec<BlockId> {
+        self.by_request.remove(&request).unwrap_or_default()
+    }
+
+    /// Ends the need of a request for a block, which is not offered.
+    pub(super) fn end_need(&mut self, request: WaitingId, block: BlockId) {
+        if let Some(requests) = self.by_block.get_mut(widen(block.number())) {
+            requests.retain(|&other| other != request);
         }
     }
 
-    /// Removes a request, and returns the blocks that were given to it and that it still needs.
-    pub(super) fn remove(&mut self, request: WaitingId) -> Vec<BlockId> {
-        let mut blocks = self.by_request.remove(&request).unwrap_or_default();
-        blocks.retain(|&block| self.request_of(block) == Some(request));
-        blocks
+    /// Ends the need of all requests for a block, which is not offered and holds another prompt from now on.
+    pub(super) fn forget(&mut self, block: BlockId) {
+        if let Some(requests) = self.by_block.get_mut(widen(block.number())) {
+            requests.clear();
+        }
     }
 
     /// Offers a block that a request needs.
     pub(super) fn offer(&mut self, block: BlockId) {
-        self.offered.extend(self.request_of(block).map(|request| (Reverse(request), block)));
+        self.offered.extend(self.first_request(block).map(|request| (Reverse(request), block)));
     }
 
     /// Withdraws a block that was offered.
     pub(super) fn withdraw(&mut self, block: BlockId) {
-        if let Some(request) = self.request_of(block) {
+        if let Some(request) = self.first_request(block) {
             self.offered.remove(&(Reverse(request), block));
         }
     }
@@ -122,7 +127,8 @@ impl WaitingBlocks {
         self.offered.first().map(|&(_, block)| block)
     }
 
-    fn request_of(&self, block: BlockId) -> Option<WaitingId> {
-        self.by_block.get(widen(block.number())).copied().flatten()
+    /// Returns the earliest request that needs a block.
+    fn first_request(&self, block: BlockId) -> Option<WaitingId> {
+        self.by_block.get(widen(block.number()))?.first().copied()
     }
 }

@@ -344,18 +344,18 @@ def test_what_waiting_requests_need_is_taken_last() -> None:
         published(queue, cached, b"d"),
         published(queue, cached, b"e", b"f"),
     )
-    numbers = [queue.add_waiting(blocks) for blocks in (first, second, [])]
+    numbers = [queue.add_waiting(blocks) for blocks in (second, [*first, *third], first)]
     preempted = queue.add_waiting(third, is_next=True)
     assert preempted < numbers[0] < numbers[1] < numbers[2]
-    assert queue.add_waiting(first) > numbers[2], "they count as of the first request"
     gone = queue.add_waiting(rest)
     queue.remove_waiting(gone)
     queue.remove_waiting(gone)
-    queue.retain(first)
-    queue.free(first[::-1])
-    # No one waits for the last prompt any more, and the first one was used.
-    assert {*queue.alloc(4, cached, {})[0]} == {*rest[1:], *rest[:1], *first}
-    assert queue.alloc(2, cached, {})[0] == [*second, *third]
+    # It runs, and what it has used another one needs.
+    queue.retain([*first, *third])
+    queue.remove_waiting(numbers[1])
+    queue.free([*third, *first[::-1]])
+    assert queue.alloc(2, cached, {})[0] == rest[::-1]
+    assert queue.alloc(4, cached, {})[0] == [*first[::-1], *second, *third]
 
 
 def test_sessions_that_were_not_used_say_nothing() -> None:

@@ -82,14 +82,14 @@ fn call() -> impl Strategy<Value = Call> {
 }
 
 /// What a naive policy knows of a block: the one before it in its prompt, when it was used last, which session
-/// alone has used it, whether it is used again, and the waiting request that needs it.
-#[derive(Clone, Copy, Debug)]
+/// alone has used it, whether it is used again, and the waiting requests that need it.
+#[derive(Clone, Debug)]
 struct Naive {
     before: Option<BlockId>,
     used: usize,
     user: Option<u8>,
     is_ended: bool,
-    needed_by: Option<WaitingId>,
+    needed_by: Vec<WaitingId>,
 }
 
 /// What a naive policy knows of a session: where its last turn ended, and what it does, if a turn has said so.
@@ -155,7 +155,7 @@ impl Engine {
         for block in blocks {
             if let Some(known) = self.known.get_mut(block) {
                 let other = known.user.filter(|&other| user == Some(other));
-                *known = Naive { used: self.now, user: other, is_ended: false, needed_by: None, ..*known };
+                (known.used, known.user, known.is_ended) = (self.now, other, false);
             }
         }
     }
@@ -204,7 +204,7 @@ impl Engine {
         let request = self.table.add_waiting(&blocks, end);
         for block in blocks {
             if let Some(known) = self.known.get_mut(&block) {
-                known.needed_by = known.needed_by.or(Some(request));
+                known.needed_by.push(request);
             }
         }
         match end {
@@ -218,7 +218,7 @@ impl Engine {
         let request = self.waiting.remove(index.index(self.waiting.len())).unwrap();
         self.table.remove_waiting(request);
         for known in self.known.values_mut() {
-            known.needed_by = known.needed_by.filter(|&other| other != request);
+            known.needed_by.retain(|&other| other != request);
         }
     }
 
@@ -239,8 +239,8 @@ impl Engine {
         if self.known.contains_key(&front) && !leaves.is_empty() {
             // Those that have ended, then those of the policy, then those that the last waiting request needs.
             let place_of = |block: &BlockId| {
-                let known = self.known[block];
-                let place = known.needed_by.and_then(|id| self.waiting.iter().position(|&other| other == id));
+                let known = &self.known[block];
+                let place = self.waiting.iter().position(|request| known.needed_by.contains(request));
                 (!known.is_ended || place.is_some(), place.map(|place| self.waiting.len() - place))
             };
             let first = leaves.iter().map(place_of).min().unwrap();
@@ -274,8 +274,10 @@ impl Engine {
             self.hashed.insert(path[..len].to_vec(), block);
             let before =
                 len.checked_sub(2).map(|at| blocks[at]).filter(|block| self.known.contains_key(block));
-            self.known
-                .insert(block, Naive { before, used: self.now, user, is_ended: false, needed_by: None });
+            self.known.insert(
+                block,
+                Naive { before, used: self.now, user, is_ended: false, needed_by: Vec::new() },
+            );
         }
         let before = found.checked_sub(1).map(|at| blocks[at]);
         self.table.add_prompt(before, &blocks[found..], user.map(session));

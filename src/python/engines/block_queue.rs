@@ -230,8 +230,8 @@ impl BlockQueue {
     }
 
     /// Adds a request at an end of the engine's waiting queue, for which blocks were found: they are taken after all others
-    /// with a hash, those of the last request first, until they are used (`retain`) or the request is removed. A block
-    /// that several waiting requests need counts as of the one that was added first. Without a policy nothing changes.
+    /// with a hash, those of the last request first, until the request is removed. A block that several waiting requests
+    /// need counts as of the first of them in the queue. Without a policy nothing changes.
     ///
     /// Args:
     ///     blocks: The blocks, in the order of the prompt. Those that no prompt has named are left out.

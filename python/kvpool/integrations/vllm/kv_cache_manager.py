@@ -209,8 +209,9 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
         self._end_waiting(request, learner)
         blocks = self._only.req_to_blocks.get(name, ())
         if not request.is_finished():
-            # It waits again, before all others.
-            self._waiting[name] = learner.add_waiting(blocks, is_next=True)
+            # It was preempted, and is the next one of the waiting queue, or what it waited for did not come.
+            if self.prefix_cache_lookup_enabled(request):
+                self._waiting[name] = learner.add_waiting(blocks, is_next=True)
         elif (turn := turn_of(request)) is not None:
             # Of a turn that was broken off is known that it was the last one, not what the session waits for.
             pause = None if request.status in _BROKEN_OFF else turn.pause
