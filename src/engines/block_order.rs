@@ -149,6 +149,8 @@ impl BlockOrder {
         let (mut remembered, mut waiting) = (Remembered::default(), Vec::new());
         for &NewBlock { block, key } in new {
             if self.knows(block) {
+                // What follows it is not behind the blocks before it.
+                self.begin_fragment(&mut waiting, remembered);
                 self.count_user(block, session);
                 (before, end) = (Some(block), self.at(block).end);
                 continue;
@@ -171,13 +173,18 @@ impl BlockOrder {
             self.known += 1;
             before = Some(block);
         }
-        if !waiting.is_empty() {
-            self.policy.record_fragment(self.tokens_of(&waiting), self.now);
-            self.begin(&mut waiting, remembered);
-        }
+        self.begin_fragment(&mut waiting, remembered);
         // Most are in use. Those that an engine has freed before it names them are not.
         for &NewBlock { block, .. } in new {
             self.offer(block, queue);
+        }
+    }
+
+    /// Begins the history of blocks that fill none of the policy's blocks, if there are any.
+    fn begin_fragment(&mut self, blocks: &mut Vec<BlockId>, remembered: Remembered) {
+        if !blocks.is_empty() {
+            self.policy.record_fragment(self.tokens_of(blocks), self.now);
+            self.begin(blocks, remembered);
         }
     }
 
@@ -404,6 +411,26 @@ fn node(block: BlockId) -> NodeId {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_prompt_may_name_a_block_of_another_place() {
+        let blocks: Vec<BlockId> = (0..7).map(BlockId::new).collect();
+        let new = |block: &BlockId| NewBlock { block: *block, key: BlockKey::new(block.number().into()) };
+        let mut queue = EvictionQueue::full(7);
+        let mut order = BlockOrder::new(PolicyKind::Adaptive, blocks.len(), 16);
+        order.add(None, &[new(&blocks[6])], None, &queue);
+        // The last one ends a block of the policy's 64 tokens: the fourth of a prompt that begins with the known one.
+        let named = [0, 1, 2, 6, 3, 4, 5].map(|at: usize| new(&blocks[at]));
+        order.add(None, &named, None, &queue);
+        let ends: Vec<u32> = blocks.iter().map(|&block| order.at(block).end).collect();
+        assert_eq!(ends, [16, 32, 48, 32, 48, 64, 16]);
+        for _ in 0..7 {
+            let victim = order.victim().expect("seven blocks are free");
+            queue.remove(victim);
+            order.forget(victim, &queue);
+        }
+        assert_eq!(order.victim(), None);
+    }
 
     #[test]
     fn sessions_without_blocks_of_their_own_are_forgotten() {
