@@ -5411,12 +5411,17 @@ class BlockQueue:
             tokens: Tokens of the prompt.
             session: The session of which the request is a turn, by its name; `None` for none.
         """
-    def set_user(self, session: Namespace) -> None:
-        """Tells the policy which session uses blocks from now on, by `retain` and `remove`; at first it is none. Blocks
-        that one session alone has used are those that its turns and its end can leave.
+    def set_user(self, session: Namespace, tokens: int = 0, found: int = 0) -> None:
+        """Tells the policy which request uses blocks from now on, by `retain` and `remove`, and adds some, by `add_prompt`;
+        at first it is none. Blocks that one session alone has used are those that its turns and its end can leave. How
+        many tokens of a request were not found, compared to other requests, tells something of whether it will be
+        continued.
 
         Args:
-            session: The name of the session; `None` for none.
+            session: The name of the session of which the request is a turn; `None` for none.
+            tokens: Tokens of its prompt; 0 if no prompt begins, so that blocks that are added are as new as those before
+                them.
+            found: Those of them that were found.
         """
     def add_prompt(
         self, blocks: Iterable[Block], before: Block | None = None, session: Namespace = None

@@ -4,6 +4,7 @@
 //! the [`RollingHash`] of the prefix up to there, so it belongs to the node that has its last page.
 
 use crate::base::bounded::narrow;
+use crate::base::widen;
 
 use super::rolling_hash::{Cursor, RollingHash};
 use super::{BlockKey, Policy, Remembered, Tick};
@@ -12,6 +13,8 @@ use super::{BlockKey, Policy, Remembered, Tick};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NewPages {
     pub(crate) pages: usize,
+    /// The number of their tokens in blocks that are whole, which the policy remembers.
+    pub(crate) in_blocks: u32,
     /// The policy's record of an earlier stay of the pages in the cache.
     pub(crate) remembered: Remembered,
     /// The hash of the prefix up to their end.
@@ -28,27 +31,36 @@ pub(crate) struct PageAndBlock {
 /// The number of keys that the policy gets together.
 const BATCH: usize = 32;
 
-#[derive(Default)]
-struct Segments(Vec<NewPages>);
+/// Tokens that were published.
+#[derive(Debug, Default)]
+pub(crate) struct Published {
+    pub(crate) segments: Vec<NewPages>,
+    /// The position of the first token of which the policy remembers nothing.
+    pub(crate) new_from: Option<usize>,
+}
 
-impl Segments {
+impl Published {
     /// Returns what is remembered of the last page.
     fn last(&self) -> Remembered {
-        self.0.last().map_or(Remembered::default(), |last| last.remembered)
+        self.segments.last().map_or(Remembered::default(), |last| last.remembered)
     }
 
     /// Adds pages, to the last segment if the policy remembers the same of them.
-    fn add(&mut self, pages: usize, remembered: Remembered, hash: RollingHash) {
-        match self.0.last_mut().filter(|last| last.remembered == remembered) {
-            _ if pages == 0 => (),
-            Some(last) => (last.pages, last.hash) = (last.pages + pages, hash),
-            None => self.0.push(NewPages { pages, remembered, hash }),
+    fn add(&mut self, new: NewPages) {
+        match self.segments.last_mut().filter(|last| last.remembered == new.remembered) {
+            _ if new.pages == 0 => (),
+            Some(last) => {
+                (last.pages, last.in_blocks) = (last.pages + new.pages, last.in_blocks + new.in_blocks);
+                last.hash = new.hash;
+            }
+            None => self.segments.push(new),
         }
     }
 }
 
 /// Records the publication of `tokens`, whole pages, which follow the `at` tokens before the cursor. Divides them
-/// into segments by what the policy remembers of them.
+/// into segments by what the policy remembers of them. The caller gives each its history, and tells the policy of it
+/// ([`Policy::record_new`]).
 pub(crate) fn record_published(
     policy: &mut dyn Policy,
     cursor: &mut Cursor<'_>,
@@ -56,9 +68,9 @@ pub(crate) fn record_published(
     tokens: &[i32],
     size: PageAndBlock,
     now: Tick,
-) -> Vec<NewPages> {
-    let (mut segments, mut remaining) = (Segments::default(), tokens);
-    let mut published = narrow(at);
+) -> Published {
+    let (mut published, mut remaining) = (Published::default(), tokens);
+    let mut begin = narrow(at);
     let mut keyed = Vec::with_capacity(BATCH.min(remaining.len() / size.block + 2));
     while !remaining.is_empty() {
         keyed.clear();
@@ -79,18 +91,25 @@ pub(crate) fn record_published(
         }
         policy.fetch(&mut keyed.iter().filter_map(|(.., end)| Some(end.as_ref()?.key())));
         for &(plain, hash, end) in &keyed {
-            segments.add(plain, segments.last(), hash);
+            let mut tokens = narrow(plain * size.page);
+            let in_block = if end.is_some() { tokens } else { 0 };
+            published.add(NewPages { pages: plain, in_blocks: in_block, remembered: published.last(), hash });
+            let mut remembered = Remembered::default();
             if let Some(hash) = end {
-                let begin = published;
-                published += narrow((plain + 1) * size.page);
-                let remembered = policy.record_publication(hash.key(), begin..published, now);
-                segments.add(1, remembered, hash);
+                let page = narrow(size.page);
+                tokens += page;
+                remembered = policy.record_publication(hash.key(), begin..begin + tokens, now);
+                published.add(NewPages { pages: 1, in_blocks: page, remembered, hash });
             } else {
-                policy.record_fragment(narrow(plain * size.page), now);
+                policy.record_fragment(tokens, now);
             }
+            if remembered == Remembered::default() {
+                published.new_from.get_or_insert(widen(begin));
+            }
+            begin += tokens;
         }
     }
-    segments.0
+    published
 }
 
 /// Moves a cursor back over the blocks that end in `tokens`, which are the last ones of the prefix of `end`

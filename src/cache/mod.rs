@@ -36,7 +36,7 @@ mod sessions;
 mod tokens;
 mod tree;
 
-pub(crate) use block_keys::{PageAndBlock, record_published, visit_ends_back};
+pub(crate) use block_keys::{NewPages, PageAndBlock, Published, record_published, visit_ends_back};
 pub use group_tree::{
     CachedPage, GroupExplanation, GroupHold, GroupPublication, GroupReason, GroupTree, JournalOf,
     LeasedUnits, PublicationPlan, Relief, UnitNumbers, UnitsToFree,
@@ -48,8 +48,8 @@ pub use namespace::Namespace;
 pub(crate) use node_arena::NodeArena;
 pub use node_arena::NodeHandle;
 pub use policy::{
-    BlockKey, BlockTokens, History, Learned, MakePolicy, NodeId, Outlook, Policy, PolicyKind, Remembered,
-    Tick, Worth,
+    BlockKey, BlockTokens, History, Learned, MakePolicy, NodeId, Novelty, Outlook, Policy, PolicyKind,
+    Remembered, Tick, Worth,
 };
 pub use prefill_cost::PrefillCost;
 pub(crate) use rare_cases::fingerprint_mask;

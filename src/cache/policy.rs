@@ -133,6 +133,36 @@ impl Outlook {
     pub(crate) const ALL: [Self; 5] = [Self::Unknown, Self::Soon, Self::Later, Self::Late, Self::Ended];
 }
 
+/// How many tokens of a request were new to the cache, compared to other requests.
+///
+/// ```
+/// use kvpool::cache::{BlockTokens, Novelty, PolicyKind, Tick};
+/// let mut policy = PolicyKind::Adaptive.policy(1024, BlockTokens::of_page_size(16), None);
+/// for new in [100, 1_000, 10_000] {
+///     policy.record_request(new);
+/// }
+/// // It learns from time to time.
+/// policy.victim(Tick::new(11_100));
+/// let novelty = [100, 1_000, 10_000].map(|new| policy.novelty(new));
+/// assert_eq!(novelty, [Novelty::Low, Novelty::Middle, Novelty::High]);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Novelty {
+    /// As few as in the third of the requests that had least.
+    Low,
+    /// Between the two, or nothing is known.
+    #[default]
+    Middle,
+    /// As many as in the third of the requests that had most.
+    High,
+}
+
+impl Novelty {
+    /// Every novelty, by number.
+    pub(crate) const ALL: [Self; 3] = [Self::Low, Self::Middle, Self::High];
+}
+
 /// The history of the pages of one node, which is the same for all of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct History {
@@ -148,21 +178,22 @@ pub struct History {
     pub priority: u8,
     /// What is known of their next use, which takes it away.
     pub outlook: Outlook,
+    /// That of the request that used the pages last.
+    pub novelty: Novelty,
 }
 
 impl History {
     /// Creates the history of new pages. `remembered` is what the policy knows of an earlier stay.
     #[must_use]
-    pub const fn of_new(remembered: Remembered, now: Tick) -> Self {
+    pub const fn of_new(remembered: Remembered, novelty: Novelty, now: Tick) -> Self {
         let uses = remembered.uses.saturating_add(1);
-        Self { published: now, used: now, uses, priority: 0, outlook: Outlook::Unknown }
+        Self { published: now, used: now, uses, priority: 0, outlook: Outlook::Unknown, novelty }
     }
 
-    /// Counts a use. Call [`Policy::record_use`] first: it needs the history before the use.
-    pub const fn touch(&mut self, now: Tick) {
-        self.used = now;
-        self.uses = self.uses.saturating_add(1);
-        self.outlook = Outlook::Unknown;
+    /// Returns the history after another use.
+    #[must_use]
+    pub const fn used_again(self, novelty: Novelty, now: Tick) -> Self {
+        Self { used: now, uses: self.uses.saturating_add(1), outlook: Outlook::Unknown, novelty, ..self }
     }
 }
 
@@ -197,7 +228,7 @@ pub struct Remembered {
 /// ```
 /// use std::ops::Range;
 /// use kvpool::base::{Id, Page};
-/// use kvpool::cache::{History, Namespace, NodeId, Policy, Remembered, ResumeAt, Tick, Tree};
+/// use kvpool::cache::{History, Namespace, NodeId, Novelty, Policy, Remembered, ResumeAt, Tick, Tree};
 /// /// Evicts the leaf that became evictable last.
 /// #[derive(Debug, Default)]
 /// struct Newest(Vec<NodeId>);
@@ -228,7 +259,7 @@ pub struct Remembered {
 /// };
 /// assert_eq!(tree.evict(1, cause).pages, [Page::new(2)]);
 /// // What it remembers of pages begins their next history.
-/// assert_eq!(History::of_new(Remembered { uses: 3 }, Tick::new(0)).uses, 4);
+/// assert_eq!(History::of_new(Remembered { uses: 3 }, Novelty::default(), Tick::new(0)).uses, 4);
 /// ```
 pub trait Policy: fmt::Debug + Send {
     /// Adds a leaf that has become evictable, whose tokens are at these positions. Its history does not change
@@ -295,9 +326,21 @@ pub trait Policy: fmt::Debug + Send {
         f64::from(positions.end - positions.start)
     }
 
-    /// Records that a request found the tokens at these positions, whose history so far is `history`.
-    fn record_use(&mut self, history: &History, positions: Range<u32>, now: Tick) {
-        let _ = (history, positions, now);
+    /// Records that a request was looked up of which `new` tokens were not found, and returns what that is compared
+    /// to other requests.
+    fn record_request(&mut self, new: u32) -> Novelty {
+        self.novelty(new)
+    }
+
+    /// Returns what `new` new tokens of a request are compared to other requests.
+    fn novelty(&self, new: u32) -> Novelty {
+        let _ = new;
+        Novelty::default()
+    }
+
+    /// Records that a request found the tokens at these positions, whose history changes by that.
+    fn record_use(&mut self, before: &History, after: &History, positions: Range<u32>) {
+        let _ = (before, after, positions);
     }
 
     /// Returns the outlook of pages that are usually used again after `pause`, in tokens looked up.
@@ -323,6 +366,11 @@ pub trait Policy: fmt::Debug + Send {
     fn record_publication(&mut self, key: BlockKey, positions: Range<u32>, now: Tick) -> Remembered {
         let _ = (key, positions, now);
         Remembered::default()
+    }
+
+    /// Records that `tokens` tokens of whole blocks have this history from now on, because they were published.
+    fn record_new(&mut self, history: &History, tokens: u32) {
+        let _ = (history, tokens);
     }
 
     /// Records that `tokens` tokens were published that fill no block, or not yet.

@@ -5,7 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use crate::base::{Epoch, Id, KeyMap, id, widen};
 
 use super::policy::WorthOrder;
-use super::{History, Learned, Namespace, PageHash, RecencyList, Remembered, Tick};
+use super::{History, Learned, Namespace, Novelty, PageHash, RecencyList, Remembered, Tick};
 
 id!(
     /// An entry of a [`Residency`]. As long as it is held, it belongs to the same page.
@@ -187,7 +187,7 @@ impl<P: Copy> Residency<P> {
     pub fn order_by_worth(&mut self, capacity: u64) {
         let before = std::mem::replace(&mut self.lone, Lone::Worth(Box::new(WorthOrder::new(capacity))));
         for entry in &mut self.entries {
-            entry.history = History::of_new(Remembered::default(), Tick::default());
+            entry.history = History::of_new(Remembered::default(), Novelty::default(), Tick::default());
         }
         before.ids().into_iter().for_each(|entry| self.put_in_order(entry));
     }
@@ -315,7 +315,7 @@ impl<P: Copy> Residency<P> {
     fn add(&mut self, key: PageHash, namespace: NamespaceHash, place: P, stage: Stage) -> EntryId {
         let presence = DevicePresence::Absent;
         let (holders, readers, is_copied) = (1, 0, false);
-        let history = History::of_new(Remembered::default(), self.now());
+        let history = History::of_new(Remembered::default(), Novelty::default(), self.now());
         let entry = Entry { key, place, namespace, holders, readers, is_copied, presence, stage, history };
         let id = if let Some(id) = self.vacant.pop() {
             *self.entry_mut(id) = entry;

@@ -24,8 +24,8 @@ use std::ops::Range;
 
 use crate::base::{BlockId, Id, widen};
 use crate::cache::{
-    BlockKey, BlockTokens, History, NodeId, Outlook, Policy, PolicyKind, Remembered, SessionId, Sessions,
-    Tick, beside_path,
+    BlockKey, BlockTokens, History, NodeId, Novelty, Outlook, Policy, PolicyKind, Remembered, SessionId,
+    Sessions, Tick, beside_path,
 };
 
 use super::waiting_blocks::WaitingBlocks;
@@ -67,6 +67,25 @@ pub(super) struct NewBlock {
     pub(super) key: BlockKey,
 }
 
+/// Blocks of a prompt that begin their history.
+#[derive(Debug)]
+struct Added {
+    /// Each with what is remembered of it, and whether the policy will remember it.
+    blocks: Vec<(BlockId, Remembered, bool)>,
+    /// The position of the first token of which nothing is remembered.
+    new_from: Option<u32>,
+}
+
+impl Added {
+    /// Adds blocks from the position `begin` on.
+    fn add(&mut self, blocks: &mut Vec<BlockId>, remembered: Remembered, begin: u32, is_remembered: bool) {
+        if remembered == Remembered::default() {
+            self.new_from.get_or_insert(begin);
+        }
+        self.blocks.extend(blocks.drain(..).map(|block| (block, remembered, is_remembered)));
+    }
+}
+
 /// The order in which free blocks with a hash are taken.
 #[derive(Debug)]
 pub(super) struct BlockOrder {
@@ -86,6 +105,8 @@ pub(super) struct BlockOrder {
     sessions: Sessions<Place>,
     /// The session of the request that uses blocks.
     user: Option<SessionId>,
+    /// The positions of its prompt that were not found; empty for none.
+    missing: Range<u32>,
 }
 
 impl BlockOrder {
@@ -114,20 +135,27 @@ impl BlockOrder {
             waiting: WaitingBlocks::default(),
             sessions: Sessions::default(),
             user: None,
+            missing: 0..0,
         }
     }
 
     /// Records that a prompt of `tokens` tokens was looked up, with which a turn of a session begins.
     pub(super) fn look_up(&mut self, tokens: u64, session: Option<SessionId>) {
         self.now = Tick::new(self.now.tokens().saturating_add(tokens));
+        self.policy.record_request(self.missing.end - self.missing.start);
         if let Some(session) = session {
             self.sessions.begin_turn(session, self.now);
         }
     }
 
-    /// Sets the session of the request that uses blocks from now on.
-    pub(super) const fn set_user(&mut self, session: Option<SessionId>) {
-        self.user = session;
+    /// Sets the session of the request that uses blocks from now on, and the positions of its prompt that were not found.
+    pub(super) const fn set_user(&mut self, session: Option<SessionId>, missing: Range<u32>) {
+        (self.user, self.missing) = (session, missing);
+    }
+
+    /// Returns how many of the present request's tokens are new, if those before `position` are not.
+    fn novelty_from(&self, position: u32) -> Novelty {
+        self.policy.novelty(self.missing.end.saturating_sub(position))
     }
 
     /// Returns whether a block is known.
@@ -146,11 +174,15 @@ impl BlockOrder {
     ) {
         let mut before = before.filter(|&block| self.knows(block));
         let mut end = before.map_or(0, |block| self.at(block).end);
-        let (mut remembered, mut waiting) = (Remembered::default(), Vec::new());
+        // What follows in later steps of a request is as new as its beginning.
+        let is_prompt = !self.missing.is_empty();
+        let earlier = before.filter(|_| !is_prompt).map(|block| self.at(block).history.novelty);
+        let mut added = Added { new_from: None, blocks: Vec::new() };
+        let mut waiting = Vec::new();
         for &NewBlock { block, key } in new {
             if self.knows(block) {
                 // What follows it is not behind the blocks before it.
-                self.begin_fragment(&mut waiting, remembered);
+                self.record_fragment(&mut waiting, end, &mut added);
                 self.count_user(block, session);
                 (before, end) = (Some(block), self.at(block).end);
                 continue;
@@ -159,8 +191,9 @@ impl BlockOrder {
             waiting.push(block);
             if end.is_multiple_of(self.remembered_every) {
                 let positions = end - self.tokens_of(&waiting)..end;
-                remembered = self.policy.record_publication(key, positions, self.now);
-                self.begin(&mut waiting, remembered);
+                let begin = positions.start;
+                let remembered = self.policy.record_publication(key, positions, self.now);
+                added.add(&mut waiting, remembered, begin, true);
             }
             let place = before.map(|block| self.place(block));
             if let Some(before) = before {
@@ -173,25 +206,28 @@ impl BlockOrder {
             self.known += 1;
             before = Some(block);
         }
-        self.begin_fragment(&mut waiting, remembered);
+        self.record_fragment(&mut waiting, end, &mut added);
+        let novelty = earlier.unwrap_or_else(|| self.novelty_from(added.new_from.unwrap_or(end)));
+        for (block, remembered, is_remembered) in added.blocks {
+            let history = History::of_new(remembered, novelty, self.now);
+            if is_remembered {
+                self.policy.record_new(&history, self.tokens);
+            }
+            self.at_mut(block).history = history;
+        }
         // Most are in use. Those that an engine has freed before it names them are not.
         for &NewBlock { block, .. } in new {
             self.offer(block, queue);
         }
     }
 
-    /// Begins the history of blocks that fill none of the policy's blocks, if there are any.
-    fn begin_fragment(&mut self, blocks: &mut Vec<BlockId>, remembered: Remembered) {
+    /// Records blocks up to the position `end` that fill none of the policy's blocks, if there are any.
+    fn record_fragment(&mut self, blocks: &mut Vec<BlockId>, end: u32, added: &mut Added) {
         if !blocks.is_empty() {
-            self.policy.record_fragment(self.tokens_of(blocks), self.now);
-            self.begin(blocks, remembered);
-        }
-    }
-
-    /// Begins the history of blocks.
-    fn begin(&mut self, blocks: &mut Vec<BlockId>, remembered: Remembered) {
-        for block in blocks.drain(..) {
-            self.at_mut(block).history = History::of_new(remembered, self.now);
+            let tokens = self.tokens_of(blocks);
+            self.policy.record_fragment(tokens, self.now);
+            let remembered = added.blocks.last().map_or(Remembered::default(), |&(_, last, _)| last);
+            added.add(blocks, remembered, end - tokens, false);
         }
     }
 
@@ -207,10 +243,9 @@ impl BlockOrder {
             self.count_user(block, self.user);
             self.withdraw(block);
             let history = self.at(block).history;
-            let positions = self.positions(block);
-            self.policy.record_use(&history, positions, self.now);
-            let now = self.now;
-            self.at_mut(block).history.touch(now);
+            let after = history.used_again(self.novelty_from(self.missing.start), self.now);
+            self.policy.record_use(&history, &after, self.positions(block));
+            self.at_mut(block).history = after;
         }
     }
 
@@ -432,6 +467,76 @@ mod tests {
         assert_eq!(order.victim(), None);
     }
 
+    /// A policy that knows what is much.
+    #[derive(Debug)]
+    struct Known;
+
+    impl Policy for Known {
+        fn insert(&mut self, _leaf: NodeId, _positions: Range<u32>, _history: &History, _now: Tick) {}
+
+        fn remove(&mut self, _leaf: NodeId) {}
+
+        fn victim(&mut self, _now: Tick) -> Option<NodeId> {
+            None
+        }
+
+        fn bytes(&self) -> usize {
+            0
+        }
+
+        fn novelty(&self, new: u32) -> Novelty {
+            if new < 100 { Novelty::Low } else { Novelty::High }
+        }
+
+        fn record_publication(&mut self, key: BlockKey, _positions: Range<u32>, _now: Tick) -> Remembered {
+            Remembered { uses: u32::from(key == BlockKey::new(8)) }
+        }
+    }
+
+    #[test]
+    fn blocks_are_as_new_as_their_request() {
+        let blocks: Vec<BlockId> = (0..10).map(BlockId::new).collect();
+        let new = |block: &BlockId| NewBlock { block: *block, key: BlockKey::new(block.number().into()) };
+        let new: Vec<NewBlock> = blocks.iter().map(new).collect();
+        let mut queue = EvictionQueue::full(10);
+        let mut order = BlockOrder::new(PolicyKind::Lru, blocks.len(), 64);
+        order.policy = Box::new(Known);
+        let novelties = |order: &BlockOrder, known: usize| {
+            let is_high = |&block: &BlockId| order.at(block).history.novelty == Novelty::High;
+            blocks[..known].iter().filter(|block| is_high(block)).count()
+        };
+        assert!(blocks.iter().all(|&block| queue.remove(block)));
+        // Later blocks of a request are as new as the first.
+        order.set_user(None, 0..384);
+        order.add(None, &new[..5], None, &queue);
+        order.set_user(None, 0..0);
+        order.add(Some(blocks[4]), &new[5..6], None, &queue);
+        assert_eq!(novelties(&order, 6), 6);
+        // The next one adds little.
+        order.set_user(None, 384..448);
+        for &block in &blocks[..6] {
+            order.record_use(block);
+        }
+        order.add(Some(blocks[5]), &new[6..7], None, &queue);
+        assert_eq!(novelties(&order, 7), 0);
+        // This one misses much, and all of that is new.
+        order.set_user(None, 448..640);
+        for &block in &blocks[..7] {
+            order.record_use(block);
+        }
+        assert_eq!(novelties(&order, 7), 7);
+        order.add(Some(blocks[6]), &new[7..], None, &queue);
+        assert_eq!(novelties(&order, 10), 10, "the second is remembered, but what is new begins before it");
+        for block in [9, 8, 7] {
+            order.forget(blocks[block], &queue);
+        }
+        // Of what this one misses, half is remembered.
+        order.set_user(None, 448..576);
+        order.add(Some(blocks[6]), &new[8..], None, &queue);
+        assert_eq!(order.at(blocks[8]).history.novelty, Novelty::Low);
+        assert_eq!(order.at(blocks[9]).history.novelty, Novelty::Low);
+    }
+
     #[test]
     fn sessions_without_blocks_of_their_own_are_forgotten() {
         let blocks: Vec<BlockId> = (0..8).map(BlockId::new).collect();
@@ -445,7 +550,7 @@ mod tests {
             let own = BlockId::new(u32::try_from(1 + number % 7).expect("small"));
             order.forget(own, &queue);
             order.look_up(32, session);
-            order.set_user(session);
+            order.set_user(session, 16..32);
             order.record_use(blocks[0]);
             order.add(
                 Some(blocks[0]),

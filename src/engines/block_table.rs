@@ -1,6 +1,7 @@
 //! The blocks of an engine by their numbers: the number of uses and the hash of each, and the order in which
 //! free ones are used again.
 
+use std::ops::Range;
 use std::sync::Mutex;
 
 use crate::base::sync::lock;
@@ -194,10 +195,12 @@ impl BlockTable {
     }
 
     /// Sets the session of the request that uses blocks from now on, by [`BlockTable::retain`] and
-    /// [`BlockTable::remove_free`]; of none at first.
-    pub const fn set_user(&mut self, session: Option<SessionId>) {
+    /// [`BlockTable::remove_free`], and adds some, by [`BlockTable::add_prompt`]; of none at first. `missing` are the
+    /// positions of its prompt that were not found: how many that are, compared to other requests, tells something of
+    /// whether it will be continued. Without any, blocks that are added are as those before them.
+    pub const fn set_user(&mut self, session: Option<SessionId>, missing: Range<u32>) {
         if let Some(order) = &mut self.order {
-            order.set_user(session);
+            order.set_user(session, missing);
         }
     }
 

@@ -44,11 +44,12 @@ use crate::base::{EngineSlot, Id, Result};
 
 use crate::cache::Edges;
 use crate::cache::NodeArena;
-use crate::cache::{NodeHandle, NodeId, RecencyList, SessionId};
+use crate::cache::{NodeHandle, NodeId, RecencyList};
 use fingerprints::Fingerprints;
 use namespaces::{NamespaceId, Namespaces};
 use order::{EvictionRank, Queue};
 use slot_owners::SlotOwners;
+use worth::Request;
 
 pub use evict::{Frees, RemovedNode, Victim};
 pub use find::{Match, Peek};
@@ -717,7 +718,7 @@ impl HybridTree {
         tokens: TokenRun,
         slots: Vec<EngineSlot>,
         priority: i64,
-        session: Option<SessionId>,
+        request: Request,
     ) -> NodeId {
         let (used, created) = (self.tick(), self.tick());
         self.next_place += 1;
@@ -739,7 +740,7 @@ impl HybridTree {
         self.owners.record_adopted(&slots);
         self.attach(id, Part::Full, slots);
         self.requeue(parent);
-        self.begin_history(id, session);
+        self.begin_history(id, request);
         self.requeue(id);
         id
     }

@@ -1,6 +1,7 @@
 //! Blocks of an engine: the queue of free ones and the map of hashes, compared with naive ones.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 use std::sync::Mutex;
 
 use kvpool::base::{BlockId, Id, widen};
@@ -118,6 +119,11 @@ fn session(number: u8) -> SessionId {
     SessionId::new(u64::from(number) + 1)
 }
 
+/// The tokens of blocks.
+fn tokens(blocks: usize) -> u32 {
+    64 * u32::try_from(blocks).unwrap()
+}
+
 impl Engine {
     fn new(policy: PolicyKind) -> Self {
         let mut table = BlockTable::new(COUNT);
@@ -148,10 +154,9 @@ impl Engine {
     }
 
     /// Uses blocks for a request of a session, or of none.
-    fn retain(&mut self, blocks: &[BlockId], user: Option<u8>) {
-        self.table.set_user(user.map(session));
+    fn retain(&mut self, blocks: &[BlockId], user: Option<u8>, missing: Range<u32>) {
+        self.table.set_user(user.map(session), missing);
         self.table.retain(blocks).unwrap();
-        self.table.set_user(None);
         for block in blocks {
             if let Some(known) = self.known.get_mut(block) {
                 let other = known.user.filter(|&other| user == Some(other));
@@ -267,7 +272,7 @@ impl Engine {
         if path.len() - found > self.table.queue().len() - free {
             return;
         }
-        self.retain(&blocks, user);
+        self.retain(&blocks, user, tokens(found)..tokens(path.len()));
         blocks.extend((found..path.len()).map(|_| self.take(policy)).collect::<Vec<_>>());
         for (len, &block) in (1..).zip(&blocks).skip(found) {
             self.table.set_hash(block, HashedTokens { hash: path[..len].into(), tokens: None });
@@ -282,6 +287,7 @@ impl Engine {
         let before = found.checked_sub(1).map(|at| blocks[at]);
         self.table.add_prompt(before, &blocks[found..], user.map(session));
         self.table.look_up(64 * path.len() as u64, user.map(session));
+        self.table.set_user(None, 0..0);
         self.now += path.len();
         if let Some(state) = user.and_then(|number| self.sessions.get_mut(&number)) {
             state.ends = None;
@@ -339,7 +345,7 @@ proptest! {
                 }
                 EngineStep::Share(index) if !engine.running.is_empty() => {
                     let (blocks, _) = engine.running[index.index(engine.running.len())].clone();
-                    engine.retain(&blocks, None);
+                    engine.retain(&blocks, None, 0..0);
                     engine.running.push((blocks, None));
                 }
                 EngineStep::Say(number, ends) => engine.end_turn(number, &[], Some(ends)),

@@ -2,13 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use kvpool::base::{Id, IndexVec, Page, widen};
 use kvpool::cache::{
-    BlockKey, BlockTokens, Cause, History, MakePolicy, Namespace, NodeId, Outlook, Policy, PolicyKind,
-    Pressure, ResumeAt, Tick, Tree,
+    BlockKey, BlockTokens, Cause, History, MakePolicy, Namespace, NodeId, Novelty, Outlook, Policy,
+    PolicyKind, Pressure, Remembered, ResumeAt, Tick, Tree,
 };
 use kvpool::memory::{Backend, Host, Stream};
 use kvpool::pool::{AllocatorConfig, PrefixCache, PrefixCacheConfig, TokenToKvPoolAllocator};
@@ -24,6 +24,7 @@ fn history(published: u64, last: u64, uses: u32, priority: u8) -> History {
         uses,
         priority,
         outlook: Outlook::Unknown,
+        novelty: Novelty::default(),
     }
 }
 
@@ -94,6 +95,7 @@ proptest! {
         for (action, number, value) in steps {
             let leaf = NodeId::new(number);
             let tick = Tick::new(now);
+            let novelty = policy.record_request(number);
             match action {
                 0 | 1 if !held.contains_key(&number) => {
                     // Uses are mostly recent; a parent can be much older.
@@ -104,7 +106,7 @@ proptest! {
                 }
                 2 => if let Some(known) = held.remove(&number) {
                     policy.remove(leaf);
-                    policy.record_use(&known, 0..BLOCK, tick);
+                    policy.record_use(&known, &known.used_again(novelty, tick), 0..BLOCK);
                 },
                 3 => if let Some(victim) = policy.victim(tick) {
                     let known = held.remove(&victim.number());
@@ -112,7 +114,10 @@ proptest! {
                     policy.remove(victim);
                     policy.record_eviction(key(u32::from(victim.number() % 7 == 0)), &known.unwrap(), tick);
                 },
-                4 => { policy.record_publication(key(number), 0..BLOCK, tick); }
+                4 => {
+                    let before = policy.record_publication(key(number), 0..BLOCK, tick);
+                    policy.record_new(&History::of_new(before, novelty, tick), BLOCK);
+                }
                 5 if value % 8 == 0 => policy.record_fragment(number, tick),
                 _ => now += value,
             }
@@ -149,13 +154,19 @@ impl Blocks {
 
     /// Asks for a block. Returns whether it was found.
     fn ask(&mut self, block: u32) -> bool {
+        self.ask_as(block, Novelty::default())
+    }
+
+    /// Asks for a block in a request of this novelty.
+    fn ask_as(&mut self, block: u32, novelty: Novelty) -> bool {
         self.now += u64::from(BLOCK);
         let (now, leaf, policy) = (Tick::new(self.now), NodeId::new(block), &mut self.policy);
         let is_found = self.cached.contains_key(&block);
         if let Some(history) = self.cached.get_mut(&block) {
             policy.remove(leaf);
-            policy.record_use(history, 0..BLOCK, now);
-            history.touch(now);
+            let after = history.used_again(novelty, now);
+            policy.record_use(history, &after, 0..BLOCK);
+            *history = after;
         } else {
             if self.cached.len() == self.capacity {
                 let victim = policy.victim(now).unwrap();
@@ -164,7 +175,9 @@ impl Blocks {
                 policy.record_eviction(key(victim.number()), &history, now);
             }
             let before = policy.record_publication(key(block), 0..BLOCK, now);
-            self.cached.insert(block, History::of_new(before, now));
+            let history = History::of_new(before, novelty, now);
+            policy.record_new(&history, BLOCK);
+            self.cached.insert(block, history);
         }
         policy.insert(leaf, 0..BLOCK, &self.cached[&block], now);
         is_found
@@ -378,4 +391,102 @@ fn a_cache_evicts_by_a_policy_of_the_caller() {
     assert_eq!(cache.evict(2, stream), 2);
     let found = |prompt: &[i32]| cache.cached_len(&Namespace::Unnamed, &prompt, stream).unwrap();
     assert_eq!((found(&[1, 2]), found(&[3, 4])), (2, 0));
+}
+
+#[test]
+fn what_long_requests_leave_is_not_taken_for_what_short_ones_leave() {
+    let found = [Novelty::Low, Novelty::High].map(|of_long| {
+        let mut cache = Blocks::new(PolicyKind::Adaptive, 100);
+        let mut found = 0;
+        // A short request is continued once, 60 requests later; a long one never.
+        for request in 0..2_000 {
+            cache.ask_as(5 * request, Novelty::Low);
+            (1..5).for_each(|more| _ = cache.ask_as(5 * request + more, of_long));
+            if request >= 60 {
+                found += u32::from(cache.ask_as(5 * (request - 60), Novelty::Low));
+            }
+        }
+        found
+    });
+    assert!(found[0] < 800 && found[1] > 1_200, "{found:?}");
+}
+
+/// What a policy was told of pages: their positions, and how new the request was that used them.
+type Told = Arc<Mutex<Vec<(Range<u32>, Novelty)>>>;
+
+/// A policy that knows what is much, and remembers one block.
+#[derive(Debug)]
+struct Thirds {
+    told: Told,
+    leaves: BTreeSet<NodeId>,
+    evicted: Option<BlockKey>,
+}
+
+impl Policy for Thirds {
+    fn insert(&mut self, leaf: NodeId, positions: Range<u32>, history: &History, _now: Tick) {
+        self.leaves.insert(leaf);
+        self.told.lock().unwrap().push((positions, history.novelty));
+    }
+
+    fn remove(&mut self, leaf: NodeId) {
+        self.leaves.remove(&leaf);
+    }
+
+    fn victim(&mut self, _now: Tick) -> Option<NodeId> {
+        self.leaves.first().copied()
+    }
+
+    fn bytes(&self) -> usize {
+        0
+    }
+
+    fn novelty(&self, new: u32) -> Novelty {
+        match new {
+            0..100 => Novelty::Low,
+            100..150 => Novelty::Middle,
+            _ => Novelty::High,
+        }
+    }
+
+    fn record_use(&mut self, _before: &History, after: &History, positions: Range<u32>) {
+        self.told.lock().unwrap().push((positions, after.novelty));
+    }
+
+    fn record_publication(&mut self, key: BlockKey, _positions: Range<u32>, _now: Tick) -> Remembered {
+        Remembered { uses: u32::from(self.evicted.take_if(|&mut evicted| evicted == key).is_some()) }
+    }
+
+    fn record_eviction(&mut self, key: BlockKey, _history: &History, _now: Tick) {
+        self.evicted = Some(key);
+    }
+}
+
+#[test]
+fn pages_are_as_new_as_the_request_that_used_them_last() {
+    let told = Told::default();
+    let policy = Thirds { told: told.clone(), leaves: BTreeSet::new(), evicted: None };
+    let mut tree = Tree::new(16, ResumeAt::AnyPage, Box::new(policy));
+    let mut next = 0;
+    let mut request = |tree: &mut Tree, tokens: i32, step: usize| {
+        let tokens: Vec<i32> = (0..tokens).collect();
+        let mut hold = tree.match_prefix(&Namespace::Unnamed, &tokens.as_slice(), tokens.len()).unwrap();
+        while hold.len() < tokens.len() {
+            let rest = &tokens[hold.len()..tokens.len().min(hold.len() + step)];
+            let found = tree.find(&hold, &rest).unwrap();
+            let pages: Vec<_> = (next..).take(rest.len() / 16).map(Page::new).collect();
+            next += 1000;
+            tree.publish(&mut hold, found, rest.to_vec(), &pages);
+        }
+        drop(tree.release(hold));
+        std::mem::take(&mut *told.lock().unwrap())
+    };
+    // The last step adds few tokens, but the request has many.
+    assert_eq!(request(&mut tree, 640, 320), [(0..640, Novelty::High)]);
+    assert_eq!(request(&mut tree, 704, 64), [(0..640, Novelty::Low), (640..704, Novelty::Low)]);
+    let cause = Cause { pressure: Pressure::Alloc, at: Instant::now() };
+    assert_eq!(tree.evict(4, cause).pages.len(), 4);
+    // 192 are missing, of which 64 are remembered. What was found is as new as what is missing. (The leaf begins with
+    // the last page of a block, by which the block is remembered.)
+    let (low, middle, high) = ((0..640, Novelty::Low), Novelty::Middle, Novelty::High);
+    assert_eq!(request(&mut tree, 832, 192), [low, (0..640, high), (752..832, middle)]);
 }

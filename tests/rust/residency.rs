@@ -1,7 +1,7 @@
 //! The contents of a tier, while copies to it are in progress.
 
 use kvpool::cache::{
-    BlockKey, BlockTokens, DevicePresence, EntryId, History, Learned, Namespace, PageHash, Policy,
+    BlockKey, BlockTokens, DevicePresence, EntryId, History, Learned, Namespace, Novelty, PageHash, Policy,
     PolicyKind, Residency, Tick,
 };
 
@@ -158,8 +158,11 @@ fn learned(tokens: Option<u64>, loaded: u64) -> (Option<Learned>, Tick) {
     for step in 1..1000_u32 {
         let now = Tick::new(64 * u64::from(step));
         let used = Tick::new(now.tokens() - 64);
-        policy.record_use(&History { used, uses: step, ..History::default() }, 0..64, now);
-        policy.record_publication(BlockKey::new(u64::from(step) << 40 | u64::from(step)), 0..64, now);
+        let before = History { used, uses: step, ..History::default() };
+        policy.record_use(&before, &before.used_again(Novelty::default(), now), 0..64);
+        let key = BlockKey::new(u64::from(step) << 40 | u64::from(step));
+        let remembered = policy.record_publication(key, 0..64, now);
+        policy.record_new(&History::of_new(remembered, Novelty::default(), now), 64);
         policy.record_loaded(loaded);
     }
     let now = Tick::new(64_000);

@@ -2,8 +2,9 @@
 //! and then published again.
 //!
 //! A *lifetime* of a block is the time from one use to the next. Lifetimes are counted by the class of the
-//! block (what is known of its next use, or how often it was used) and by their length, whether the block was
-//! still cached at the next use or only remembered ([`Ghosts`]). From these counts follows the *worth* of a
+//! block (what is known of its next use, or else how often it was used, and how many tokens were new of the request
+//! that used it last: [`Novelties`]) and by their length, whether the block was still cached at the next use or only
+//! remembered ([`Ghosts`]). From these counts follows the *worth* of a
 //! block of a class and age: the most hits per unit of time that keeping it any longer can bring
 //! ([`Lifetimes`]), times what a hit saves at its position ([`Levels`]). Leaves are grouped into cohorts of the
 //! same class, level and about the same age ([`Cohorts`]). The oldest leaf of the cohort that is worth least is
@@ -22,7 +23,7 @@
 //!
 //! *Cost.* Each call takes constant time, except that learning takes some microseconds whenever an eighth of
 //! the capacity was looked up. Memory: 16 bytes for each node number, 2 bytes for each token of the capacity
-//! (16 remembered blocks of 8 bytes for each block), and some 40 KiB; with a cost, 130 KiB.
+//! (16 remembered blocks of 8 bytes for each block), and some 50 KiB; with a cost, 200 KiB.
 
 mod ages;
 mod below;
@@ -30,11 +31,12 @@ mod cohorts;
 mod ghosts;
 mod levels;
 mod lifetimes;
+mod novelties;
 mod recency;
 
 use std::ops::Range;
 
-use super::{BlockKey, BlockTokens, History, NodeId, Outlook, Policy, Remembered, Tick, Worth};
+use super::{BlockKey, BlockTokens, History, NodeId, Novelty, Outlook, Policy, Remembered, Tick, Worth};
 use crate::cache::PrefillCost;
 use ages::Ages;
 pub use below::Learned;
@@ -43,32 +45,38 @@ use cohorts::{Cohorts, Ties};
 use ghosts::{Ghost, Ghosts};
 use levels::Levels;
 use lifetimes::Lifetimes;
+use novelties::Novelties;
 use recency::{Again, Margin, Recency};
 
 pub(in crate::cache) use lifetimes::real;
 
-/// The number of classes of blocks of which nothing is known but the number of their uses: 1, 2, 3 to 4, 5 to 8, and
-/// so on.
-const USES: usize = 8;
+/// The number of classes of blocks by the number of their uses: 1, 2, 3 to 4, and more.
+const USES: usize = 4;
+
+/// The number of classes of blocks of whose next use nothing is known.
+const UNKNOWN: usize = USES * Novelty::ALL.len();
 
 /// The number of classes of blocks. An outlook says more of the next use than the uses before, and is a class of its
 /// own.
-const CLASSES: usize = USES + 3;
+const CLASSES: usize = UNKNOWN + 3;
 
-/// Returns the class of a block that was used `uses` times; `None` if it is not used again.
-fn class(uses: u32, outlook: Outlook) -> Option<usize> {
-    match outlook {
-        Outlook::Unknown => Some(class_of_used(uses)),
-        Outlook::Soon => Some(USES),
-        Outlook::Later => Some(USES + 1),
-        Outlook::Late => Some(USES + 2),
+/// Returns the class of a block with what is remembered of it; `None` if it is not used again.
+fn class(block: &Ghost) -> Option<usize> {
+    match block.outlook {
+        Outlook::Unknown => {
+            let uses = block.uses.max(1).next_power_of_two().trailing_zeros() as usize;
+            Some(uses.min(USES - 1) * Novelty::ALL.len() + block.novelty as usize)
+        }
+        Outlook::Soon => Some(UNKNOWN),
+        Outlook::Later => Some(UNKNOWN + 1),
+        Outlook::Late => Some(UNKNOWN + 2),
         Outlook::Ended => None,
     }
 }
 
-/// Returns the class of a block that was used `uses` times, of whose next use nothing is known.
-fn class_of_used(uses: u32) -> usize {
-    (uses.max(1).next_power_of_two().trailing_zeros() as usize).min(USES - 1)
+/// Returns the class of pages with a history.
+fn class_of(history: &History) -> Option<usize> {
+    class(&Ghost::of(history))
 }
 
 /// Returns the worth of the leaves of a kind, which is a level and a class, at an age.
@@ -84,6 +92,7 @@ pub(super) struct Adaptive {
     cohorts: Cohorts,
     ghosts: Ghosts,
     lifetimes: Lifetimes,
+    novelties: Novelties,
     recency: Recency,
     /// What recency would find in the tier below, if there is one.
     recency_below: Option<Recency>,
@@ -93,7 +102,6 @@ pub(super) struct Adaptive {
     /// When that was asked last.
     asked: Option<Tick>,
     capacity: f64,
-    block_tokens: u32,
 }
 
 impl Adaptive {
@@ -105,6 +113,7 @@ impl Adaptive {
             cohorts: Cohorts::new(ages.clone(), levels.len() * CLASSES, Ties::First),
             ghosts: Ghosts::new(capacity, block_tokens),
             lifetimes: Lifetimes::new(capacity, ages.clone()),
+            novelties: Novelties::new(),
             recency: Recency::new(capacity, margin),
             recency_below: None,
             ages,
@@ -113,13 +122,13 @@ impl Adaptive {
             is_judged: false,
             asked: None,
             capacity: real(capacity),
-            block_tokens: block_tokens.get(),
         }
     }
 
     /// Learns, if it is time.
     fn learn(&mut self, now: Tick) {
-        if self.lifetimes.learn(self.ghosts.horizon(now), now) {
+        if let Some(decay) = self.lifetimes.learn(self.ghosts.horizon(now), now) {
+            self.novelties.learn(decay);
             self.cohorts.reconsider();
             self.recencies().for_each(|recency| recency.decay(now));
         }
@@ -132,16 +141,22 @@ impl Adaptive {
 
     /// Ends the lifetime of `tokens` tokens that are used again.
     fn end_lifetime(&mut self, before: Ghost, tokens: u32, now: Tick) {
-        if let Some(class) = class(before.uses, before.outlook) {
+        if let Some(class) = class(&before) {
             self.lifetimes.end(class, self.ages.of(now.since(before.used)), tokens);
+        }
+    }
+
+    /// Begins the lifetime of `tokens` tokens that are used.
+    fn begin_lifetime(&mut self, history: &History, tokens: u32) {
+        if let Some(class) = class_of(history) {
+            self.lifetimes.begin(class, tokens, history.used);
         }
     }
 }
 
 impl Policy for Adaptive {
     fn insert(&mut self, leaf: NodeId, positions: Range<u32>, history: &History, now: Tick) {
-        let class =
-            class(history.uses, history.outlook).expect("the tree has ended leaves in a queue of its own");
+        let class = class_of(history).expect("the tree has ended leaves in a queue of its own");
         let kind = self.levels.of(positions) * CLASSES + class;
         let worth = worth(&self.levels, &self.lifetimes)(kind, self.ages.of(now.since(history.used)));
         self.cohorts.insert(leaf, kind, history.used, worth, now);
@@ -181,7 +196,7 @@ impl Policy for Adaptive {
     fn worth(&mut self, history: &History, now: Tick) -> Option<f64> {
         self.learn(now);
         let age = self.ages.of(now.since(history.used));
-        let class = class(history.uses, history.outlook);
+        let class = class_of(history);
         self.lifetimes.is_known().then(|| class.map_or(0.0, |class| self.lifetimes.worth()[class][age]))
     }
 
@@ -213,14 +228,23 @@ impl Policy for Adaptive {
         }
     }
 
-    fn record_use(&mut self, history: &History, positions: Range<u32>, now: Tick) {
-        let tokens = positions.end - positions.start;
-        self.end_lifetime(Ghost::of(history), tokens, now);
-        self.lifetimes.begin(class_of_used(history.uses.saturating_add(1)), tokens, now);
+    fn record_request(&mut self, new: u32) -> Novelty {
+        self.novelties.record(new);
+        self.novelties.of(new)
+    }
+
+    fn novelty(&self, new: u32) -> Novelty {
+        self.novelties.of(new)
+    }
+
+    fn record_use(&mut self, before: &History, after: &History, positions: Range<u32>) {
+        let (tokens, now) = (positions.end - positions.start, after.used);
+        self.end_lifetime(Ghost::of(before), tokens, now);
+        self.begin_lifetime(after, tokens);
         let saved = self.saved(positions);
-        self.recency.record_found(history.used, Again { tokens, saved }, now);
+        self.recency.record_found(before.used, Again { tokens, saved }, now);
         if let Some(recency) = &mut self.recency_below {
-            recency.record_found(history.used, Again::of_tokens(tokens), now);
+            recency.record_found(before.used, Again::of_tokens(tokens), now);
         }
     }
 
@@ -229,7 +253,7 @@ impl Policy for Adaptive {
     }
 
     fn record_outlook(&mut self, history: &History, outlook: Outlook, tokens: u32) {
-        let from_to = [history.outlook, outlook].map(|outlook| class(history.uses, outlook));
+        let from_to = [history.outlook, outlook].map(|outlook| class_of(&History { outlook, ..*history }));
         self.lifetimes.reclass(from_to, history.used, tokens);
     }
 
@@ -239,20 +263,21 @@ impl Policy for Adaptive {
 
     fn record_publication(&mut self, key: BlockKey, positions: Range<u32>, now: Tick) -> Remembered {
         let tokens = positions.end - positions.start;
-        let block = self.block_tokens;
         let Some(ghost) = self.ghosts.take(key, now) else {
-            self.lifetimes.begin(class_of_used(1), block, now);
             self.recencies().for_each(|recency| recency.add(tokens, now));
             return Remembered::default();
         };
-        self.end_lifetime(ghost, block, now);
-        self.lifetimes.begin(class_of_used(ghost.uses.saturating_add(1)), block, now);
+        self.end_lifetime(ghost, tokens, now);
         let saved = self.saved(positions);
         self.recency.record_missed(ghost.used, Again { tokens, saved }, now);
         if let Some(recency) = &mut self.recency_below {
             recency.record_missed(ghost.used, Again::of_tokens(tokens), now);
         }
         Remembered { uses: ghost.uses }
+    }
+
+    fn record_new(&mut self, history: &History, tokens: u32) {
+        self.begin_lifetime(history, tokens);
     }
 
     fn record_fragment(&mut self, tokens: u32, now: Tick) {
@@ -279,7 +304,7 @@ mod tests {
                 policy.record_publication(block(number), 0..64, Tick::new(64));
                 policy.record_eviction(
                     block(number),
-                    &History::of_new(Remembered::default(), Tick::new(64)),
+                    &History::of_new(Remembered::default(), Novelty::Low, Tick::new(64)),
                     Tick::new(64),
                 );
             }
@@ -288,7 +313,7 @@ mod tests {
                 policy.record_publication(block(number), 0..64, Tick::new(128));
             }
             let old = History { used: Tick::default(), ..History::default() };
-            policy.record_use(&old, 200_000..200_640, Tick::new(192));
+            policy.record_use(&old, &old.used_again(Novelty::Low, Tick::new(192)), 200_000..200_640);
             policy.recency.is_matched()
         });
         assert_eq!(judged, [false, true]);

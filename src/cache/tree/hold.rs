@@ -4,7 +4,7 @@ use crate::base::{Page, Result, try_collect_each, try_push, try_with_capacity, w
 use crate::index::PageList;
 
 use super::evict::Evicted;
-use super::{Kind, Namespace, NodeId, SessionId, Tick, Tokens, Tree, TreePosition, narrow};
+use super::{Kind, Namespace, NodeId, Novelty, SessionId, Tick, Tokens, Tree, TreePosition, narrow};
 
 /// A lock of a prefix: until [`Tree::release`] the prefix is not evicted.
 ///
@@ -25,6 +25,10 @@ pub struct Hold {
     pub(super) own_snapshot: Option<NodeId>,
     /// The session whose turn it is.
     pub(super) session: Option<SessionId>,
+    /// How much of the request was not found, or is new, once something was published that is.
+    pub(super) novelty: Novelty,
+    /// Whether something was.
+    pub(super) has_new: bool,
 }
 
 impl Hold {
@@ -95,21 +99,34 @@ impl Tree {
             // An empty prompt counts as a look-up, too.
             self.now = Tick::new(self.now.tokens() + tokens.count().max(1) as u64);
         }
+        let found = place.map_or(0, |place| place.len);
+        let new = narrow(tokens.count() - found);
+        let policy = &mut self.queues.policy;
+        let novelty = if is_use { policy.record_request(new) } else { policy.novelty(new) };
         let node = match end {
             None => self.root_or_new(namespace),
             Some(end) => self.split_node(end),
         };
         self.lock(node, is_use);
         if is_use {
-            self.touch(node, None, session);
+            self.touch(node, None, session, novelty);
             self.keep_use(node);
         }
         if let Some(session) = session {
             self.sessions.begin_turn(session, self.now);
         }
-        let found = place.map_or(0, |place| place.len);
         let (len, prompt_len) = (widen(self.node(node).end), tokens.count());
-        Ok(Hold { node, len, found, is_author: false, prompt_len, own_snapshot: None, session })
+        Ok(Hold {
+            node,
+            len,
+            found,
+            is_author: false,
+            prompt_len,
+            own_snapshot: None,
+            session,
+            novelty,
+            has_new: false,
+        })
     }
 
     /// Returns the page before a place, unless it is the beginning.
@@ -186,8 +203,7 @@ impl Tree {
         let node = self.split_node(self.place_on_path(hold.node, len));
         self.lock(node, true);
         let found = if len < hold.len { len } else { hold.found };
-        let (prompt_len, session) = (hold.prompt_len, hold.session);
-        Hold { node, len, found, is_author: false, prompt_len, own_snapshot: None, session }
+        Hold { node, len, found, is_author: false, own_snapshot: None, ..*hold }
     }
 
     /// Creates another hold of the same prefix.
@@ -199,8 +215,7 @@ impl Tree {
     /// snapshot at its end is worth no more than before.
     pub fn hold_for_copy(&mut self, hold: &Hold) -> Hold {
         self.lock(hold.node, false);
-        let Hold { node, len, found, prompt_len, .. } = *hold;
-        Hold { node, len, found, is_author: false, prompt_len, own_snapshot: None, session: None }
+        Hold { is_author: false, own_snapshot: None, session: None, ..*hold }
     }
 
     /// Ends a use of a prefix, and with it the turn of its session. Returns the pages and snapshots that were detached and had no other use.
@@ -305,16 +320,23 @@ impl Tree {
 
     /// Records a use of the nodes on the path to `node`, by a session or none; only of those after `previous`,
     /// if it is given. The node has a lock.
-    pub(super) fn touch(&mut self, node: NodeId, previous: Option<NodeId>, session: Option<SessionId>) {
+    pub(super) fn touch(
+        &mut self,
+        node: NodeId,
+        previous: Option<NodeId>,
+        session: Option<SessionId>,
+        novelty: Novelty,
+    ) {
         let now = self.now;
         let path: Vec<_> = self.path(node).take_while(|&id| previous != Some(id)).collect();
         for id in path.into_iter().rev() {
             let here = self.node(id);
             let (history, end) = (here.history, here.end);
             let positions = end - narrow(here.tokens.len())..end;
-            self.queues.policy.record_use(&history, positions, now);
+            let after = history.used_again(novelty, now);
+            self.queues.policy.record_use(&history, &after, positions);
             let here = self.node_mut(id);
-            here.history.touch(now);
+            here.history = after;
             here.user = here.user.filter(|&user| session == Some(user));
             self.offer_used(id);
         }

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use crate::base::{Page, Result, check_memory, widen};
 
 use super::{History, Hold, Kind, Node, NodeId, RollingHash, Tokens, Tree, TreePosition, narrow};
-use crate::cache::block_keys::{NewPages, PageAndBlock, record_published};
+use crate::cache::block_keys::{NewPages, PageAndBlock, Published, record_published};
 
 /// The tokens after a hold that others have cached already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,20 +82,26 @@ impl Tree {
         if !found.is_empty() {
             let previous = hold.node;
             self.move_hold(hold, at);
-            self.touch(at, Some(previous), hold.session);
+            self.touch(at, Some(previous), hold.session, hold.novelty);
         }
         self.record_stored(at, &tokens, pages);
-        let segments = self.segments(at, &tokens);
+        let Published { segments, new_from } = self.record_published(at, &tokens);
+        if let Some(new_from) = new_from.filter(|_| !hold.has_new) {
+            let end = hold.prompt_len.max(widen(self.node(at).end) + tokens.len());
+            hold.novelty = self.queues.policy.novelty(narrow(end - new_from));
+            hold.has_new = true;
+        }
         // There is usually one segment, which takes over the vector without a copy.
         let is_one = segments.len() == 1;
         let (mut tokens, mut begin, mut pages) = (tokens, 0, pages);
-        for NewPages { pages: count, remembered, hash } in segments {
+        for NewPages { pages: count, in_blocks, remembered, hash } in segments {
             let (part, later_pages) = pages.split_at(count);
             let end = begin + count * self.page_size;
             let part_tokens =
                 if is_one { std::mem::take(&mut tokens).into() } else { Cow::Borrowed(&tokens[begin..end]) };
             (begin, pages) = (end, later_pages);
-            let history = History::of_new(remembered, self.now);
+            let history = History::of_new(remembered, hold.novelty, self.now);
+            self.queues.policy.record_new(&history, in_blocks);
             let mut first = 0;
             if is_author && self.can_grow(at, &history) {
                 first = self.node(at).pages.len();
@@ -115,8 +121,9 @@ impl Tree {
         }
     }
 
-    /// Divides new tokens after `node` into segments by what the policy remembers of them.
-    pub(super) fn segments(&mut self, node: NodeId, tokens: &[i32]) -> Vec<NewPages> {
+    /// Records the publication of new tokens after `node`. Divides them into segments by what the policy remembers of
+    /// them.
+    pub(super) fn record_published(&mut self, node: NodeId, tokens: &[i32]) -> Published {
         let here = &self.nodes[node];
         let at = widen(here.end);
         let mut cursor = self.rolling.cursor(here.hash, at);
@@ -129,7 +136,11 @@ impl Tree {
         let here = self.node(node);
         let is_alone = (here.children, here.locks) == (0, 1);
         let is_plain = !here.has_snapshot && !self.is_pinned(node);
-        here.kind == Kind::Run && is_alone && is_plain && here.history.uses == history.uses
+        here.kind == Kind::Run
+            && is_alone
+            && is_plain
+            && here.history.uses == history.uses
+            && here.history.novelty == history.novelty
     }
 
     fn grow(&mut self, node: NodeId, tokens: &[i32], pages: &[Page], hash: RollingHash) {

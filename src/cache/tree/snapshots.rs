@@ -277,11 +277,11 @@ impl Tree {
         replaced: NodeId,
     ) -> Option<f64> {
         let (now, end) = (self.now, hold.len() + len);
-        let mut history = History::of_new(Remembered::default(), now);
-        if found.len() == len {
-            history = self.node(found.place.node).history;
-            history.touch(now);
-        }
+        let history = if found.len() == len {
+            self.node(found.place.node).history.used_again(hold.novelty, now)
+        } else {
+            History::of_new(Remembered::default(), hold.novelty, now)
+        };
         let worth = self.queues.policy.worth(&history, now)?;
         let mut path = self.path(hold.node).filter(|&at| self.node(at).has_snapshot && at != replaced);
         let positions = self.snapshots.positions(path.next(), end);

@@ -1,6 +1,8 @@
 //! Insertion in steps. A step ends where the engine has to act before the tree can continue.
 
-use super::{HybridTree, NamespaceId, NodeHandle, NodeId, Part, ROOT, SlotSource, TokenRun, TokenSource};
+use super::{
+    HybridTree, NamespaceId, NodeHandle, NodeId, Part, ROOT, Request, SlotSource, TokenRun, TokenSource,
+};
 use crate::base::{EngineSlot, Error, Result, check_memory};
 use crate::cache::{Namespace, SessionId};
 
@@ -146,6 +148,7 @@ pub(super) enum PendingInsertion {
 pub(super) struct Insertion {
     phase: Phase,
     insert: Insert,
+    request: Request,
     namespace: NamespaceId,
     /// The number of tokens to insert, in whole pages.
     limit: usize,
@@ -213,9 +216,11 @@ impl HybridTree {
         if let Some(session) = insert.session.filter(|_| insert.inserted == 0) {
             self.begin_turn(session);
         }
+        let request = self.request(insert.session, limit, [insert.inserted, insert.found]);
         let walk = Box::new(Insertion {
             phase: Phase::Walk,
             insert,
+            request,
             namespace: self.namespaces.number_or_new(name),
             limit,
             node: ROOT,
@@ -358,10 +363,14 @@ impl HybridTree {
             walk.free(free.start..freed, Action::FreeFull);
             walk.free(freed..free.end, Action::Free);
         }
-        if end > walk.insert.inserted {
+        let inserted = walk.insert.inserted;
+        if start < inserted {
+            self.go_on(&mut walk.request, node);
+        }
+        if end > inserted {
             let here = self.node_mut(node);
             here.hits = here.hits.saturating_add(1);
-            self.count_use(node, walk.insert.session);
+            self.count_use(node, walk.request);
         }
         self.requeue(node);
         (walk.node, walk.len) = (node, end);
@@ -434,8 +443,8 @@ impl HybridTree {
             let values = slots.read(start, end - start)?;
             let tokens = TokenRun::of(prompt, start, end - start)?;
             walk.result.adopted.add(Part::Full, start..end);
-            let Insert { priority, session, .. } = walk.insert;
-            target = self.add_leaf(walk.node, walk.namespace, tokens, values, priority, session);
+            let priority = walk.insert.priority;
+            target = self.add_leaf(walk.node, walk.namespace, tokens, values, priority, walk.request);
             walk.is_new = true;
             walk.added = Some(AddedTokens { node: self.handle(target), tokens: start..end });
         }

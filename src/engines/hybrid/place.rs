@@ -2,7 +2,7 @@
 //! These calls are for full attention alone, and are no uses for [`EvictionOrder::Adaptive`](super::EvictionOrder::Adaptive).
 
 use super::find::WalkEnd;
-use super::{HybridTree, NodeHandle, Part, TokenRun, TokenSource};
+use super::{HybridTree, NodeHandle, Part, Request, TokenRun, TokenSource};
 use crate::base::EngineSlot;
 use crate::cache::Namespace;
 
@@ -80,7 +80,7 @@ impl HybridTree {
             self.config().window.is_none() && self.config().state.is_none(),
             "full attention alone"
         );
-        let leaf = self.add_leaf(parent, namespace, tokens, slots, 0, None);
+        let leaf = self.add_leaf(parent, namespace, tokens, slots, 0, Request::default());
         Some(self.handle(leaf))
     }
 

@@ -19,8 +19,8 @@ use super::{HybridTree, Node, NodeHandle, NodeId, ROOT};
 use crate::base::bounded::narrow;
 use crate::base::{Id, widen};
 use crate::cache::{
-    BlockTokens, History, NamespaceHash, Outlook, PageAndBlock, Policy, PolicyKind, RollingHash,
-    RollingHasher, SessionId, Sessions, Tick, record_published, visit_ends_back,
+    BlockTokens, History, NamespaceHash, NewPages, Novelty, Outlook, PageAndBlock, Policy, PolicyKind,
+    Published, RollingHash, RollingHasher, SessionId, Sessions, Tick, record_published, visit_ends_back,
 };
 
 /// What is known of a node.
@@ -34,6 +34,17 @@ pub(super) struct Past {
 }
 
 const _: () = assert!(size_of::<Past>() == 40, "the documented size");
+
+/// The request that uses nodes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Request {
+    /// The session of which it is a turn.
+    pub(super) session: Option<SessionId>,
+    /// How much of it was not found, or is new, once it has added something that is.
+    novelty: Novelty,
+    /// Whether it has.
+    has_new: bool,
+}
 
 /// The leaves in the order of a policy, and the histories of all nodes.
 #[derive(Debug)]
@@ -148,8 +159,30 @@ impl HybridTree {
         }
     }
 
-    /// Counts a use of a node by a request of a session or of none. The caller queues it again.
-    pub(super) fn count_use(&mut self, id: NodeId, session: Option<SessionId>) {
+    /// Returns a request that inserts tokens, of which it has inserted the first `inserted` before, and at first found
+    /// `found`.
+    pub(super) fn request(
+        &mut self,
+        session: Option<SessionId>,
+        tokens: usize,
+        [inserted, found]: [usize; 2],
+    ) -> Request {
+        let mut request = Request { session, novelty: Novelty::default(), has_new: inserted > 0 };
+        if let Some(worth) = self.queue.worth_mut().filter(|_| inserted == 0) {
+            request.novelty = worth.policy.record_request(narrow(tokens.saturating_sub(found)));
+        }
+        request
+    }
+
+    /// Records that a request goes on from a node that it has inserted before.
+    pub(super) fn go_on(&self, request: &mut Request, id: NodeId) {
+        if let Some(worth) = self.queue.worth() {
+            request.novelty = worth.past(id).history.novelty;
+        }
+    }
+
+    /// Counts a use of a node by a request. The caller queues it again.
+    pub(super) fn count_use(&mut self, id: NodeId, request: Request) {
         if self.queue.worth().is_none() {
             return;
         }
@@ -158,33 +191,48 @@ impl HybridTree {
         let positions = positions_of(self.node(id));
         let Some(worth) = self.queue.worth_mut() else { return };
         let (now, history) = (worth.now, worth.past(id).history);
-        worth.policy.record_use(&history, positions, now);
+        let after = history.used_again(request.novelty, now);
+        worth.policy.record_use(&history, &after, positions);
         let past = worth.past_mut(id);
-        past.history.touch(now);
-        past.user = past.user.filter(|&user| session == Some(user));
+        past.history = after;
+        past.user = past.user.filter(|&user| request.session == Some(user));
     }
 
-    /// Begins the history of a new leaf of a session or of none, which is not queued yet. Tokens of which the policy
+    /// Begins the history of a new leaf of a request, which is not queued yet. Tokens of which the policy
     /// remembers other things than of the last ones become nodes of their own before it.
-    pub(super) fn begin_history(&mut self, id: NodeId, session: Option<SessionId>) {
+    pub(super) fn begin_history(&mut self, id: NodeId, request: Request) {
         if self.queue.worth().is_none() {
             return;
         }
         let before = self.hash_before(id);
         let node = self.node(id);
-        let (begin, tokens) = (node.end - node.tokens.len(), node.tokens.names());
+        let (end, tokens) = (node.end, node.tokens.names());
+        let begin = end - node.tokens.len();
         let Some(worth) = self.queue.worth_mut() else { return };
         let now = worth.now;
         let mut cursor = worth.rolling.cursor(before, begin);
         let policy = worth.policy.as_mut();
-        let mut segments = record_published(policy, &mut cursor, begin, &tokens, worth.size, now);
+        let Published { mut segments, new_from } =
+            record_published(policy, &mut cursor, begin, &tokens, worth.size, now);
+        let novelty = match new_from {
+            Some(new_from) if !request.has_new => policy.novelty(narrow(end - new_from)),
+            _ => request.novelty,
+        };
+        let begin_history = |segment: &NewPages| {
+            let history = History::of_new(segment.remembered, novelty, now);
+            policy.record_new(&history, segment.in_blocks);
+            history
+        };
+        let histories: Vec<_> = segments.iter().map(begin_history).collect();
         let last = segments.pop().expect("a leaf has a page");
-        let history = History::of_new(last.remembered, now);
-        worth.set_past(id, Past { history, hash: last.hash, user: session });
-        for segment in segments {
+        worth.set_past(
+            id,
+            Past { history: histories[segments.len()], hash: last.hash, user: request.session },
+        );
+        for (segment, history) in segments.iter().zip(histories) {
             let front = self.split_node(id, segment.pages * self.config.page_size);
             if let Some(worth) = self.queue.worth_mut() {
-                worth.past_mut(front).history = History::of_new(segment.remembered, now);
+                worth.past_mut(front).history = history;
             }
         }
     }
@@ -301,6 +349,8 @@ mod tests {
         leaves: BTreeMap<NodeId, (Range<u32>, History)>,
         evicted: HashMap<BlockKey, u32>,
         used: u64,
+        /// The tokens in blocks that were added, by their novelty.
+        begun: BTreeMap<u8, u64>,
     }
 
     /// Evicts the least recently used leaf, and remembers every block.
@@ -332,8 +382,16 @@ mod tests {
             0
         }
 
-        fn record_use(&mut self, _history: &History, positions: Range<u32>, _now: Tick) {
+        fn record_use(&mut self, _before: &History, _after: &History, positions: Range<u32>) {
             self.told().used += positions.len() as u64;
+        }
+
+        fn novelty(&self, new: u32) -> Novelty {
+            novelty(new)
+        }
+
+        fn record_new(&mut self, history: &History, tokens: u32) {
+            *self.told().begun.entry(history.novelty as u8).or_default() += u64::from(tokens);
         }
 
         fn record_publication(&mut self, key: BlockKey, _positions: Range<u32>, _now: Tick) -> Remembered {
@@ -344,6 +402,10 @@ mod tests {
             let before = self.told().evicted.insert(key, history.uses);
             assert_eq!(before, None, "a block is in the cache once");
         }
+    }
+
+    fn novelty(new: u32) -> Novelty {
+        Novelty::ALL[widen(new) / PAGE % 3]
     }
 
     /// A prefix of whole pages, in a namespace.
@@ -368,6 +430,9 @@ mod tests {
         uses: BTreeMap<Pages, u32>,
         /// The session that alone has used a page.
         users: BTreeMap<Pages, Option<SessionId>>,
+        novelties: BTreeMap<Pages, Novelty>,
+        /// The tokens in blocks that were added, by their novelty.
+        begun: BTreeMap<u8, u64>,
         /// The pages that are not used again.
         ended: BTreeSet<Pages>,
         tails: HashMap<SessionId, Pages>,
@@ -404,6 +469,8 @@ mod tests {
                 spy,
                 uses: BTreeMap::new(),
                 users: BTreeMap::new(),
+                novelties: BTreeMap::new(),
+                begun: BTreeMap::new(),
                 ended: BTreeSet::new(),
                 tails: HashMap::new(),
                 slots: BTreeMap::new(),
@@ -435,7 +502,7 @@ mod tests {
             let Request { name, ref path, session, inserted, locked, node, receipt } = self.running[at];
             let until = (inserted.max(locked) + more).min(path.len());
             let path = path[..until].to_vec();
-            self.expect(name, &path, inserted, session);
+            self.expect(name, &path, [inserted, locked], session);
             let (space, prompt) = (namespace(name), tokens(&path));
             // Pages that were found have their slots; the others get new ones.
             let mut row = self.tree.slots_between(node, self.tree.root()).unwrap();
@@ -474,25 +541,49 @@ mod tests {
         }
 
         /// Counts what an insertion should count.
-        fn expect(&mut self, name: i64, path: &[u8], inserted: usize, session: Option<SessionId>) {
+        fn expect(
+            &mut self,
+            name: i64,
+            path: &[u8],
+            [inserted, locked]: [usize; 2],
+            session: Option<SessionId>,
+        ) {
             let prefix = |end: usize| (name, path[..end].to_vec());
             self.inserted += u64::try_from((path.len().saturating_sub(inserted)) * PAGE).unwrap();
             let cached = (1..=path.len()).take_while(|&end| self.uses.contains_key(&prefix(end))).count();
+            let novelty_from = |page: usize| novelty(narrow((path.len() - page) * PAGE));
+            // Later insertions are as new as the first.
+            let earlier = inserted.checked_sub(1).map(|_| self.novelties[&prefix(inserted)]);
             for end in inserted + 1..=cached {
+                self.novelties.insert(prefix(end), earlier.unwrap_or_else(|| novelty_from(locked)));
                 *self.uses.get_mut(&prefix(end)).unwrap() += 1;
                 self.used += PAGE as u64;
                 let user = self.users.get_mut(&prefix(end)).unwrap();
                 *user = user.filter(|&user| session == Some(user));
                 self.ended.remove(&prefix(end));
             }
-            let mut last = 0;
+            let (mut last, mut new_from) = (0, None);
             for end in cached + 1..=path.len() {
                 // The pages before the last one of a block count as those of the block before.
-                if end % 2 == 0 {
+                let is_end = end % 2 == 0;
+                if is_end {
                     last = self.remembered.remove(&prefix(end)).unwrap_or_default();
+                }
+                if (is_end && last == 0) || (!is_end && end == path.len()) {
+                    let begin = if is_end { end - 2 } else { end - 1 };
+                    new_from.get_or_insert(begin.max(cached));
                 }
                 self.uses.insert(prefix(end), last + 1);
                 self.users.insert(prefix(end), session);
+            }
+            let new_from = new_from.unwrap_or(locked);
+            let novelty = earlier.unwrap_or_else(|| novelty_from(new_from));
+            for end in cached + 1..=path.len() {
+                self.novelties.insert(prefix(end), novelty);
+            }
+            let in_blocks = (path.len() / 2 * 2).saturating_sub(cached) * PAGE;
+            if path.len() > cached {
+                *self.begun.entry(novelty as u8).or_default() += in_blocks as u64;
             }
         }
 
@@ -559,6 +650,7 @@ mod tests {
             for slot in freed {
                 let Some(pages) = self.slots.remove(slot) else { continue };
                 let uses = self.uses.remove(&pages).expect("it was cached");
+                self.novelties.remove(&pages);
                 self.users.remove(&pages);
                 self.ended.remove(&pages);
                 if pages.1.len() % 2 == 0 {
@@ -600,6 +692,7 @@ mod tests {
                 for slot in node.value(Part::Full).iter().step_by(PAGE) {
                     let page = &self.slots[slot];
                     assert_eq!((history.uses, user), (self.uses[page], self.users[page]), "{page:?}");
+                    assert_eq!(history.novelty, self.novelties[page], "{page:?}");
                     assert_eq!(history.outlook == Outlook::Ended, self.ended.contains(page), "{page:?}");
                     pages += 1;
                 }
@@ -612,6 +705,7 @@ mod tests {
             assert_eq!(pages, self.uses.len());
             assert_eq!(worth.now.tokens(), self.inserted);
             assert_eq!(told.used, self.used);
+            assert_eq!(told.begun, self.begun);
             let mut remembered: Vec<_> = self.remembered.values().copied().collect();
             let mut keyed: Vec<_> = told.evicted.values().copied().collect();
             remembered.sort_unstable();
@@ -678,6 +772,7 @@ mod tests {
                         engine.tree.reset();
                         engine.uses.clear();
                         engine.users.clear();
+                        engine.novelties.clear();
                         engine.ended.clear();
                         engine.tails.clear();
                         engine.slots.clear();

@@ -165,15 +165,20 @@ impl BlockQueue {
         Ok(())
     }
 
-    /// Tells the policy which session uses blocks from now on, by `retain` and `remove`; at first it is none. Blocks
-    /// that one session alone has used are those that its turns and its end can leave.
+    /// Tells the policy which request uses blocks from now on, by `retain` and `remove`, and adds some, by `add_prompt`;
+    /// at first it is none. Blocks that one session alone has used are those that its turns and its end can leave. How
+    /// many tokens of a request were not found, compared to other requests, tells something of whether it will be
+    /// continued.
     ///
     /// Args:
-    ///     session: The name of the session; `None` for none.
-    #[pyo3(signature = (session))]
-    fn set_user(&self, session: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    ///     session: The name of the session of which the request is a turn; `None` for none.
+    ///     tokens: Tokens of its prompt; 0 if no prompt begins, so that blocks that are added are as new as those before
+    ///         them.
+    ///     found: Those of them that were found.
+    #[pyo3(signature = (session, tokens=0, found=0))]
+    fn set_user(&self, session: Option<&Bound<'_, PyAny>>, tokens: u32, found: u32) -> PyResult<()> {
         let session = session.map(session_of).transpose()?;
-        self.lock().set_user(session);
+        self.lock().set_user(session, found.min(tokens)..tokens);
         Ok(())
     }
 

@@ -67,7 +67,7 @@ def order_call(name: str, args: Callable[[Offloaded], tuple[object, ...]]) -> En
 BLOCK_CALLS: dict[str, Callable[[Blocks], object]] = {
     "BlockQueue.evict_by": lambda b: b.queue.evict_by("adaptive", PAGE),
     "BlockQueue.look_up": lambda b: b.queue.look_up(PAGE),
-    "BlockQueue.set_user": lambda b: b.queue.set_user("chat 3"),
+    "BlockQueue.set_user": lambda b: b.queue.set_user("chat 3", 2 * PAGE, PAGE),
     "BlockQueue.add_prompt": lambda b: b.queue.add_prompt(b.taken),
     "BlockQueue.end_turn": lambda b: b.queue.end_turn("chat 3", b.taken, pause="bash"),
     "Block.set_block_hash": lambda b: b.queue.blocks[3].set_block_hash(b"other"),

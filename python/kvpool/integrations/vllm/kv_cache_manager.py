@@ -126,20 +126,20 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
                         return self._step(request, tokens, num_lookahead_tokens, quiet[1])
         learner = None if new_computed_blocks is None else self._learner
         turn = None if learner is None else turn_of(request)
-        if learner is not None and turn is not None:
-            learner.set_user(turn.session)
+        if learner is not None:
+            learner.set_user(turn and turn.session, request.num_tokens, num_new_computed_tokens)
         try:
             blocks = super().allocate_slots(
                 request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens,
                 num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, full_sequence_must_fit,
                 reserved_blocks, has_scheduled_reqs, skip_zeroing_group_ids,
             )  # fmt: skip
+            if blocks is not None and learner is not None:
+                self._end_waiting(request, learner)
+                learner.look_up(request.num_tokens, turn and turn.session)
         finally:
-            if learner is not None and turn is not None:
+            if learner is not None:
                 learner.set_user(None)
-        if blocks is not None and learner is not None:
-            self._end_waiting(request, learner)
-            learner.look_up(request.num_tokens, turn and turn.session)
         if blocks is not None and is_step:
             self._note(request)
         else:

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::ages::Ages;
 use super::cohorts::{Cohorts, Ties};
 use super::lifetimes::WorthByAge;
-use super::{CLASSES, History, NodeId, Tick, class};
+use super::{CLASSES, History, NodeId, Tick, class_of};
 use crate::base::Id;
 use crate::cache::RecencyList;
 
@@ -76,7 +76,7 @@ impl<I: Id> WorthOrder<I> {
 
     /// Adds a page.
     pub(in crate::cache) fn insert(&mut self, page: I, history: &History) {
-        let kind = class(history.uses, history.outlook).unwrap_or(ENDED);
+        let kind = class_of(history).unwrap_or(ENDED);
         self.recency.push(page);
         let age = self.ages.of(self.now.since(history.used));
         let worth = self.learned.as_ref().map_or(f64::INFINITY, |learned| learned.worth(kind, age));

@@ -1,15 +1,15 @@
 //! A record of evicted blocks.
 //!
 //! The record is a table of sets of 8 entries, in which a new entry replaces the oldest of its set. An entry
-//! is one word: 32 bits of the key, the time of the last use of the block, its outlook, and the number of its
-//! uses.
+//! is one word: 32 bits of the key, the time of the last use of the block, its outlook, the novelty of the request
+//! that used it last, and the number of its uses.
 //!
 //! *Invariant.* The block of an entry is not in the cache, unless two keys share 32 bits and a set.
 //!
 //! *Cost.* A call touches one set, which is one cache line. Memory: 16 words for each block of the capacity.
 
 use crate::base::{prefetch, try_zeros};
-use crate::cache::policy::{BlockKey, BlockTokens, History, Outlook, Tick};
+use crate::cache::policy::{BlockKey, BlockTokens, History, Novelty, Outlook, Tick};
 
 /// The number of entries in a set.
 const WAYS: usize = 8;
@@ -26,12 +26,15 @@ pub(super) struct Ghost {
     pub(super) uses: u32,
     /// Its outlook when it was evicted.
     pub(super) outlook: Outlook,
+    /// The novelty of the request that used it last.
+    pub(super) novelty: Novelty,
 }
 
 impl Ghost {
     /// Returns what is remembered of blocks with this history.
     pub(super) const fn of(history: &History) -> Self {
-        Self { used: history.used, uses: history.uses, outlook: history.outlook }
+        let History { used, uses, outlook, novelty, .. } = *history;
+        Self { used, uses, outlook, novelty }
     }
 }
 
@@ -64,7 +67,8 @@ impl Ghosts {
     /// Remembers a block.
     pub(super) fn put(&mut self, key: BlockKey, ghost: Ghost, now: Tick) {
         let time = self.time(ghost.used);
-        let known = (ghost.outlook as u64) << USES_BITS | u64::from(ghost.uses.clamp(1, MOST_USES));
+        let uses = u64::from(ghost.uses.clamp(1, MOST_USES));
+        let known = (ghost.outlook as u64) << OUTLOOK_AT | (ghost.novelty as u64) << USES_BITS | uses;
         let entry = tag(key) | time << KNOWN_BITS | known;
         let clock = self.time(now);
         let set = self.set(key);
@@ -88,9 +92,11 @@ impl Ghosts {
         let age = clock.wrapping_sub(entry >> KNOWN_BITS) & TIME;
         let start = (now.tokens() / self.unit).saturating_sub(age) * self.unit;
         let uses = u32::try_from(entry & u64::from(MOST_USES)).expect("a few bits");
-        let outlook = Outlook::ALL[usize::try_from(entry >> USES_BITS & OUTLOOK).expect("a few bits")];
+        let [outlook, novelty] = [entry >> OUTLOOK_AT & OUTLOOK, entry >> USES_BITS & NOVELTY]
+            .map(|number| usize::try_from(number).expect("a few bits"));
+        let (outlook, novelty) = (Outlook::ALL[outlook], Novelty::ALL[novelty]);
         // The end of the unit of time in which the block was used.
-        Some(Ghost { used: Tick::new((start + self.unit - 1).min(now.tokens())), uses, outlook })
+        Some(Ghost { used: Tick::new((start + self.unit - 1).min(now.tokens())), uses, outlook, novelty })
     }
 
     /// Returns the age up to which a block is remembered if it is not used again.
@@ -120,16 +126,22 @@ impl Ghosts {
 }
 
 /// The number of bits for the uses of a block.
-const USES_BITS: u32 = 8;
+const USES_BITS: u32 = 6;
 
 /// The largest number of uses that is remembered.
 const MOST_USES: u32 = (1 << USES_BITS) - 1;
 
-/// The number of bits for the uses of a block and its outlook.
+/// The number of bits for the uses of a block and its novelty.
+const OUTLOOK_AT: u32 = 8;
+
+/// The number of bits for these and its outlook.
 const KNOWN_BITS: u32 = 11;
 
+/// The bits of a novelty.
+const NOVELTY: u64 = (1 << (OUTLOOK_AT - USES_BITS)) - 1;
+
 /// The bits of an outlook.
-const OUTLOOK: u64 = (1 << (KNOWN_BITS - USES_BITS)) - 1;
+const OUTLOOK: u64 = (1 << (KNOWN_BITS - OUTLOOK_AT)) - 1;
 
 /// The bits of a time.
 const TIME: u64 = (1 << (32 - KNOWN_BITS)) - 1;
@@ -139,4 +151,24 @@ const REST: u64 = (1 << 32) - 1;
 
 const fn tag(key: BlockKey) -> u64 {
     key.0 & !REST
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_known_of_a_block_stays() {
+        let mut ghosts = Ghosts::new(256 * 64, BlockTokens::of_page_size(64));
+        let key = BlockKey::new(0x9e37_79b9_7f4a_7c15);
+        for (outlook, novelty) in Outlook::ALL.into_iter().flat_map(|of| Novelty::ALL.map(|new| (of, new))) {
+            for uses in [1, 2, MOST_USES, 1_000] {
+                let ghost = Ghost { used: Tick::new(127), uses, outlook, novelty };
+                ghosts.put(key, ghost, Tick::new(9_000));
+                let uses = uses.min(MOST_USES);
+                assert_eq!(ghosts.take(key, Tick::new(10_000)), Some(Ghost { uses, ..ghost }));
+                assert_eq!(ghosts.take(key, Tick::new(10_000)), None);
+            }
+        }
+    }
 }

@@ -121,12 +121,12 @@ impl Lifetimes {
         &self.worth
     }
 
-    /// Learns from the counts, if it is time, and returns whether it did. Lifetimes are counted completely up
-    /// to the age `horizon`.
-    pub(super) fn learn(&mut self, horizon: u64, now: Tick) -> bool {
+    /// Learns from the counts, if it is time, and returns how much less they weigh than before. Lifetimes are counted
+    /// completely up to the age `horizon`.
+    pub(super) fn learn(&mut self, horizon: u64, now: Tick) -> Option<f64> {
         let passed = now.since(self.learned);
         if passed < self.pause {
-            return false;
+            return None;
         }
         self.learned = now;
         let decay = (-real(passed) / (HALF_LIFE * self.capacity)).exp2();
@@ -178,7 +178,7 @@ impl Lifetimes {
             }
             *worth = curve.worth(&self.ages, steps);
         }
-        true
+        Some(decay)
     }
 
     fn remember(&mut self, now: Tick) {

@@ -34,7 +34,7 @@ impl Margin {
     pub(super) const OF_TRIAL: Self = Self { of_own: 0.02, of_capacity: 1.0 / 16.0, to_try_again: 0.5 };
 
     /// The same if it counts seconds. A few long prompts make most of these, so that there is more chance in them.
-    pub(super) const OF_SECONDS: Self = Self { of_capacity: 0.25, ..Self::OF_TRIAL };
+    pub(super) const OF_SECONDS: Self = Self { of_capacity: 0.5, ..Self::OF_TRIAL };
 
     /// That of a cache and the tier below it, which find about as much by recency if they do not find more than recency
     /// in a tier alone.
