@@ -21,10 +21,13 @@ impl PlanMetadata {
             write_earlier_slots(requests, growth, table)?;
             table.put(growth.row, widen(growth.prefix), new_slots)?;
         }
+        let has_lines = self.layout.has(Field::BlockTable);
         for (batch_index, &Growth { row, .. }) in growths.iter().enumerate() {
-            let pages = requests.pages(row);
-            self.write_pages(batch_index, self.valid_entries(batch_index, row, table), pages)?;
-            self.record_line(batch_index, row, requests, table);
+            let valid = if has_lines { self.valid_entries(batch_index, row, table) } else { 0 };
+            self.write_pages(batch_index, valid, requests.pages(row))?;
+            if has_lines {
+                self.record_line(batch_index, row, requests, table);
+            }
         }
         for batch_index in growths.len()..padded_size {
             let count = self.small_fields.kv_pages(batch_index);
