@@ -1865,6 +1865,20 @@ class HybridTree:
             ValueError: If a session that ends pauses. Nothing is changed.
             KeyError: If the node no longer exists.
         """
+    def set_waiting(self, requests: Sequence[tuple[int | None, int | None]]) -> list[int]:
+        """Tells the policy "adaptive" what the engine's waiting queue is, from the request on that is served next. What the
+        requests need, tokens up to a node, is evicted after all else, that of the last request first. What several need
+        counts as of the first of them. A request that is not in the queue any more needs nothing. Nothing is locked, and
+        windows and states go by recency. With another policy nothing changes.
+
+        Args:
+            requests: For each, its number if it was in the queue before, or `None`; and the node at the end of what was
+                found for it, or `None`. With `None`, or a node that no longer exists, it needs what it needed before, as far
+                as that is cached.
+
+        Returns:
+            The number of each request from now on.
+        """
     def is_inserting(
         self,
     ) -> bool:

@@ -28,7 +28,7 @@ use crate::cache::{
     Sessions, Tick, beside_path,
 };
 
-use super::waiting_blocks::WaitingBlocks;
+use super::waiting_needs::WaitingNeeds;
 use super::{EvictionQueue, QueueEnd, WaitingId};
 
 /// A block, and how many prompts it had held before: with another prompt it is another place.
@@ -101,7 +101,7 @@ pub(super) struct BlockOrder {
     /// The blocks that are not used again, which are taken before those of the policy: the least recently used first.
     ended: BTreeSet<(Tick, BlockId)>,
     /// The blocks that waiting requests need, which are taken after those of the policy.
-    waiting: WaitingBlocks,
+    waiting: WaitingNeeds<BlockId>,
     sessions: Sessions<Place>,
     /// The session of the request that uses blocks.
     user: Option<SessionId>,
@@ -132,7 +132,7 @@ impl BlockOrder {
             blocks: vec![unknown; count],
             known: 0,
             ended: BTreeSet::new(),
-            waiting: WaitingBlocks::default(),
+            waiting: WaitingNeeds::default(),
             sessions: Sessions::default(),
             user: None,
             missing: 0..0,
@@ -260,7 +260,7 @@ impl BlockOrder {
         for &block in blocks {
             if self.knows(block) {
                 self.withdraw(block);
-                self.waiting.need(request, block, self.blocks.len());
+                self.waiting.need(request, block);
                 self.offer(block, queue);
             }
         }
@@ -384,7 +384,7 @@ impl BlockOrder {
         self.policy.record_shortage(u64::from(self.known) * u64::from(self.tokens), self.now);
         let ended = self.ended.first().map(|&(.., block)| block);
         let of_policy = || self.policy.victim(self.now).map(|victim| BlockId::new(victim.number()));
-        ended.or_else(of_policy).or_else(|| self.waiting.first())
+        ended.or_else(of_policy).or_else(|| self.waiting.offered().next())
     }
 
     /// Forgets a block that loses its hash. The one before it may be the last one then.

@@ -36,6 +36,7 @@ mod report;
 mod run;
 mod sessions;
 mod slot_owners;
+mod waiting;
 mod worth;
 
 use std::hash::RandomState;
@@ -60,6 +61,7 @@ pub use place::Place;
 pub use report::{NodeState, PathNode, SlotRow, SlotRuns};
 pub use run::{BLOCK, TokenBlock, TokenRun, differ};
 pub use slot_owners::SecondOwners;
+pub use waiting::WaitingRequest;
 
 /// A kind of attention, for which nodes have values. SGLang calls it a component.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

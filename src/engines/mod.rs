@@ -23,7 +23,7 @@ mod last_run;
 mod offload_order;
 mod offload_table;
 mod slot_tree;
-mod waiting_blocks;
+mod waiting_needs;
 
 pub use block_bytes::BlockBytes;
 pub use block_map::{BlockHash, BlockMap};
@@ -36,4 +36,4 @@ pub use offload_table::{
     OffloadTable, OffloadedChunk, StorePlan,
 };
 pub use slot_tree::{EvictedNodes, Inserted, NodePrefix, SlotNode, SlotTree, SlotTreeConfig, SlotTreeStats};
-pub use waiting_blocks::WaitingId;
+pub use waiting_needs::WaitingId;

@@ -228,6 +228,58 @@ def test_other_orders_are_not_told_of_sessions() -> None:
     assert evicted(tree, 2) == [7, 8]
 
 
+def test_what_waiting_requests_need_is_evicted_last() -> None:
+    tree = HybridTree(1, policy="adaptive", capacity=64)
+    first = turn(tree, None, [1, 2, 3])
+    second = turn(tree, "chat", [1, 4], is_last=True)
+    numbers = tree.set_waiting([(None, first), (None, second), (None, None)])
+    assert numbers == sorted(numbers)
+    turn(tree, None, [7, 8])
+    assert evicted(tree, 3) == [4, 7, 8]
+    # It is in front now, and what is left of its prefix is needed by both.
+    turn(tree, None, [1, 5])
+    numbers = tree.set_waiting([(numbers[1], second), (numbers[0], None)])
+    assert evicted(tree, 2) == [3, 5]
+    turn(tree, None, [1, 2, 6])
+    assert evicted(tree, 2) == [2, 6]
+    tree.verify()
+    # Nothing is locked.
+    assert evicted(tree, 2) == [1]
+    # Neither is what is gone needed, nor what another had the number of.
+    tree.set_waiting([(numbers[0], first), (numbers[1] + 1, None)])
+    node = turn(tree, None, [1, 2])
+    turn(tree, None, [7])
+    assert evicted(tree, 2) == [1, 2]
+    tree.set_waiting([(None, tree.root()), (None, node)])
+    assert evicted(tree, 1) == [7]
+    assert len(tree.set_waiting([])) == 0
+    tree.verify()
+
+
+def test_a_waiting_request_offers_no_leaf_again_that_was_refused() -> None:
+    tree = HybridTree(1, policy="adaptive", capacity=64)
+    nodes = [turn(tree, None, [first]) for first in range(3)]
+    tree.begin_eviction(0, 3)
+    assert [tree.next_victim(0, 0) for _ in range(2)] == nodes[:2]
+    numbers = tree.set_waiting([(None, nodes[2]), (None, nodes[0])])
+    assert [tree.next_victim(0, 0) for _ in range(2)] == [nodes[2], None]
+    tree.end_eviction(0)
+    tree.verify()
+    tree.set_waiting([(number, None) for number in numbers[::-1]])
+    assert evicted(tree, 2) == [1, 2]
+    tree.reset()
+    assert len(tree.set_waiting([(number, None) for number in numbers])) == 2
+    tree.verify()
+
+
+def test_other_orders_are_not_told_of_waiting_requests() -> None:
+    tree = HybridTree(1)
+    node = turn(tree, None, [7, 8])
+    turn(tree, None, [1, 2])
+    assert tree.set_waiting([(None, node), (None, None)]) == [0, 0]
+    assert evicted(tree, 2) == [7, 8]
+
+
 def test_what_is_worth_least_is_named_step_by_step() -> None:
     tree = HybridTree(1, policy="adaptive", capacity=64)
     nodes = [tree.insert([first], [first]).node for first in range(3)]

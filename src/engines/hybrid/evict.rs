@@ -218,6 +218,7 @@ impl HybridTree {
     fn evict(&mut self, id: NodeId, frees: &mut Frees) {
         self.remember(id);
         self.move_tail_up(id);
+        self.move_needs_up(id);
         for part in [Part::Window, Part::State, Part::Full] {
             if self.node(id).has(part) {
                 self.free_part(id, part, frees);

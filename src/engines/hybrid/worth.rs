@@ -6,11 +6,12 @@
 //! insertion counts as the use of the nodes after that, and look-ups and locks count nothing. The time is the number
 //! of tokens that requests have inserted, those of a request counted once.
 //!
-//! *Invariant.* The policy and the ended leaves together are exactly the queued leaves. The hash of a node is that of its
+//! *Invariant.* The policy, the ended leaves and those that waiting requests need are together exactly the queued leaves.
+//! The hash of a node is that of its
 //! namespace and of all tokens up to its end.
 //!
 //! *Cost.* An insertion hashes the tokens that it adds, an eviction those that it removes, and a split the shorter
-//! part. Memory: 40 bytes for each node number, and what the policy and the sessions need.
+//! part. Memory: 40 bytes for each node number, 24 more once requests wait, and what the policy and the sessions need.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -22,6 +23,7 @@ use crate::cache::{
     BlockTokens, History, NamespaceHash, NewPages, Novelty, Outlook, PageAndBlock, Policy, PolicyKind,
     Published, RollingHash, RollingHasher, SessionId, Sessions, Tick, record_published, visit_ends_back,
 };
+use crate::engines::waiting_needs::WaitingNeeds;
 
 /// What is known of a node.
 #[derive(Clone, Copy, Debug)]
@@ -59,6 +61,8 @@ pub(super) struct WorthQueue {
     len: usize,
     /// The leaves that are not used again, which are evicted before those of the policy: the least recently used first.
     ended: BTreeSet<(Tick, NodeId)>,
+    /// The nodes that waiting requests need. Leaves among them are evicted after those of the policy.
+    pub(super) waiting: WaitingNeeds<NodeId>,
     pub(super) sessions: Sessions<NodeHandle>,
 }
 
@@ -80,13 +84,16 @@ impl WorthQueue {
             past: Vec::new(),
             len: 0,
             ended: BTreeSet::new(),
+            waiting: WaitingNeeds::default(),
             sessions: Sessions::default(),
         }
     }
 
     pub(super) fn insert(&mut self, leaf: NodeId, node: &Node) {
         let Past { history, .. } = *self.past(leaf);
-        if history.outlook == Outlook::Ended {
+        if self.waiting.needs(leaf) {
+            self.waiting.offer(leaf);
+        } else if history.outlook == Outlook::Ended {
             self.ended.insert((history.used, leaf));
         } else {
             self.policy.insert(leaf, positions_of(node), &history, self.now);
@@ -96,7 +103,9 @@ impl WorthQueue {
 
     pub(super) fn remove(&mut self, leaf: NodeId) {
         let Past { history, .. } = *self.past(leaf);
-        if history.outlook == Outlook::Ended {
+        if self.waiting.needs(leaf) {
+            self.waiting.withdraw(leaf);
+        } else if history.outlook == Outlook::Ended {
             self.ended.remove(&(history.used, leaf));
         } else {
             self.policy.remove(leaf);
@@ -104,23 +113,26 @@ impl WorthQueue {
         self.len -= 1;
     }
 
-    /// Removes all leaves. What was learned stays.
+    /// Removes all leaves, and what requests need. What was learned stays.
     pub(super) fn clear(&mut self, leaves: impl Iterator<Item = NodeId>) {
         leaves.for_each(|leaf| self.remove(leaf));
+        self.waiting.clear();
     }
 
     /// Returns the leaf to evict next of a tree with `cached` tokens: requests that run have other slots, too.
     pub(super) fn first(&mut self, cached: usize) -> Option<NodeId> {
         self.policy.record_shortage(cached as u64, self.now);
         let ended = self.ended.first().map(|&(.., leaf)| leaf);
-        ended.or_else(|| self.policy.victim(self.now))
+        ended.or_else(|| self.policy.victim(self.now)).or_else(|| self.waiting.offered().next())
     }
 
     /// Returns the leaves that will probably be evicted after `leaf`, which is the next one.
     pub(super) fn after(&self, leaf: NodeId) -> impl Iterator<Item = NodeId> + '_ {
-        let of_policy = Some(leaf).filter(|_| self.ended.is_empty());
+        let is_needed = self.waiting.needs(leaf);
+        let of_policy = Some(leaf).filter(|_| self.ended.is_empty() && !is_needed);
         let of_policy = std::iter::successors(of_policy, |&leaf| self.policy.guess_after(leaf));
-        self.ended.iter().map(|&(.., leaf)| leaf).chain(of_policy).skip(1)
+        let needed = self.waiting.offered().filter(move |_| is_needed);
+        self.ended.iter().map(|&(.., leaf)| leaf).chain(of_policy).chain(needed).skip(1)
     }
 
     pub(super) const fn len(&self) -> usize {
@@ -131,6 +143,7 @@ impl WorthQueue {
         self.policy.bytes()
             + self.past.capacity() * size_of::<Past>()
             + self.ended.len() * size_of::<(Tick, NodeId)>()
+            + self.waiting.bytes()
             + self.sessions.bytes()
     }
 
@@ -325,6 +338,7 @@ pub(super) fn saturated(tokens: usize) -> u32 {
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "a test fails where there is nothing to unwrap")]
 mod tests {
+    use std::cmp::Reverse;
     use std::collections::{BTreeMap, BTreeSet, HashMap};
     use std::ops::Range;
     use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -335,9 +349,10 @@ mod tests {
     use crate::base::EngineSlot;
     use crate::cache::{BlockKey, Namespace, NodeHandle, Remembered};
     use crate::engines::AfterTurn;
+    use crate::engines::WaitingId;
     use crate::engines::hybrid::{
         EvictionOrder, HybridConfig, Insert, Part, Queue, Receipt, SkippedParts, StateConfig, Victim,
-        WindowConfig, WindowRelease,
+        WaitingRequest, WindowConfig, WindowRelease,
     };
 
     /// Tokens of a page; a block has two.
@@ -439,9 +454,24 @@ mod tests {
         slots: BTreeMap<EngineSlot, Pages>,
         remembered: BTreeMap<Pages, u32>,
         running: Vec<Request>,
+        /// The waiting queue.
+        waiting: Vec<Waiting>,
         inserted: u64,
         used: u64,
         next: u32,
+    }
+
+    struct Waiting {
+        known: Option<WaitingId>,
+        prompt: Pages,
+        /// The pages that it was found to need, as far as they were cached since.
+        needed: Pages,
+    }
+
+    impl Waiting {
+        fn needs(&self, (name, path): &Pages) -> bool {
+            self.needed.0 == *name && self.needed.1.starts_with(path)
+        }
     }
 
     fn namespace(name: i64) -> Namespace {
@@ -476,6 +506,7 @@ mod tests {
                 slots: BTreeMap::new(),
                 remembered: BTreeMap::new(),
                 running: Vec::new(),
+                waiting: Vec::new(),
                 inserted: 0,
                 used: 0,
                 next: 1,
@@ -634,9 +665,59 @@ mod tests {
             }
         }
 
+        /// Looks the request of the waiting queue up that is at a place, if one is named, and sets the queue.
+        fn wait(&mut self, looked_up: Option<usize>) {
+            let known = |request: &Waiting| WaitingRequest { known: request.known, found: None };
+            let mut queue: Vec<_> = self.waiting.iter().map(known).collect();
+            if let Some(at) = looked_up {
+                let (name, path) = self.waiting[at].prompt.clone();
+                let found = self.tree.find(&namespace(name), &tokens(&path).as_slice());
+                queue[at].found = Some(found.node);
+                self.waiting[at].needed = (name, path[..found.len / PAGE].to_vec());
+            }
+            let numbers = self.tree.set_waiting(&queue);
+            for (request, number) in self.waiting.iter_mut().zip(numbers) {
+                request.known = Some(number);
+            }
+        }
+
+        /// The place in the queue of the first request that needs pages.
+        fn first_request(&self, pages: &Pages) -> Option<usize> {
+            self.waiting.iter().position(|request| request.needs(pages))
+        }
+
+        fn is_locked(&self, (name, path): &Pages) -> bool {
+            let locks = |request: &Request| request.path[..request.locked].starts_with(path);
+            self.running.iter().any(|request| request.name == *name && locks(request))
+        }
+
+        /// Evicts tokens in one call: what has ended first, and what requests wait for last, that of the last request first.
+        fn evict(&mut self, wanted: usize) {
+            let ended = self.tree.queue.worth().unwrap().ended.iter();
+            let ended: usize = ended.map(|&(_, leaf)| self.tree.node(leaf).tokens.len()).sum();
+            let frees = self.tree.evict_full(wanted);
+            let is_ended =
+                |slot: &EngineSlot| self.slots.get(slot).is_none_or(|page| self.ended.contains(page));
+            assert!(frees.full.len() > ended || frees.full.iter().all(is_ended));
+            let page_of = |slot: &EngineSlot| self.slots.get(slot).cloned();
+            let gone: BTreeSet<Pages> = frees.full.iter().filter_map(page_of).collect();
+            let needed = gone.iter().filter_map(|pages| self.first_request(pages)).min();
+            if let Some(first) = needed {
+                let is_behind = |other: &&Pages| self.first_request(other).is_none_or(|at| at > first);
+                let left = self.uses.keys().filter(|other| !gone.contains(*other) && !self.is_locked(other));
+                assert_eq!(left.filter(is_behind).collect::<Vec<_>>(), Vec::<&Pages>::new());
+            }
+            self.forget(&frees.full);
+        }
+
         fn forget(&mut self, freed: &[EngineSlot]) {
             let gone: BTreeSet<Pages> =
                 freed.iter().filter_map(|slot| self.slots.get(slot).cloned()).collect();
+            for request in &mut self.waiting {
+                while gone.contains(&request.needed) {
+                    request.needed.1.pop();
+                }
+            }
             // A tail moves up as far as its session alone has used the pages.
             for (session, tail) in std::mem::take(&mut self.tails) {
                 let mut at = tail.clone();
@@ -683,8 +764,19 @@ mod tests {
             let leaves: BTreeSet<_> = self.tree.runs().filter(is_leaf).collect();
             let worth = self.tree.queue.worth().unwrap();
             let ended = worth.ended.iter().map(|&(_, leaf)| leaf);
-            assert_eq!(told.leaves.keys().copied().chain(ended).collect::<BTreeSet<_>>(), leaves);
-            assert_eq!((told.leaves.len() + worth.ended.len(), worth.len()), (leaves.len(), leaves.len()));
+            let needed: Vec<NodeId> = worth.waiting.offered().collect();
+            let offered = told.leaves.keys().copied().chain(ended).chain(needed.iter().copied());
+            assert_eq!(offered.collect::<BTreeSet<_>>(), leaves);
+            let offers = told.leaves.len() + worth.ended.len() + needed.len();
+            assert_eq!((offers, worth.len()), (leaves.len(), leaves.len()));
+            let needing = |&id: &NodeId| {
+                let slots = self.tree.node(id).value(Part::Full);
+                self.first_request(&self.slots[&slots[slots.len() - PAGE]])
+            };
+            let mut expected: Vec<_> =
+                leaves.iter().filter_map(|id| Some((Reverse(needing(id)?), *id))).collect();
+            expected.sort_unstable();
+            assert_eq!(needed, expected.into_iter().map(|(_, id)| id).collect::<Vec<_>>());
             let mut pages = 0;
             for id in self.tree.runs() {
                 let node = self.tree.node(id);
@@ -721,6 +813,10 @@ mod tests {
         End(prop::sample::Index, bool),
         Evict(usize),
         EvictInSteps(Part, usize, bool),
+        Wait(prop::sample::Index, i64, Vec<u8>),
+        LookAgain(prop::sample::Index),
+        StopWaiting(prop::sample::Index),
+        Reorder,
         Reset,
     }
 
@@ -734,6 +830,11 @@ mod tests {
             2 => (1..12 * PAGE).prop_map(Call::Evict),
             3 => (part, 1..6 * PAGE, any::<bool>())
                 .prop_map(|(part, wanted, refuses)| Call::EvictInSteps(part, wanted, refuses)),
+            4 => (any::<prop::sample::Index>(), 0..2_i64, prop::collection::vec(0..3_u8, 1..9))
+                .prop_map(|(at, name, path)| Call::Wait(at, name, path)),
+            2 => any::<prop::sample::Index>().prop_map(Call::LookAgain),
+            2 => any::<prop::sample::Index>().prop_map(Call::StopWaiting),
+            1 => Just(Call::Reorder),
             1 => Just(Call::Reset),
         ]
     }
@@ -755,18 +856,26 @@ mod tests {
                     Call::End(at, is_last) if !engine.running.is_empty() => {
                         engine.end(at.index(engine.running.len()), is_last);
                     }
-                    Call::Evict(wanted) => {
-                        let ended = engine.tree.queue.worth().unwrap().ended.iter();
-                        let ended: usize = ended.map(|&(_, leaf)| engine.tree.node(leaf).tokens.len()).sum();
-                        let frees = engine.tree.evict_full(wanted);
-                        let is_ended = |slot: &EngineSlot| {
-                            engine.slots.get(slot).is_none_or(|page| engine.ended.contains(page))
-                        };
-                        prop_assert!(frees.full.len() > ended || frees.full.iter().all(is_ended));
-                        engine.forget(&frees.full);
-                    }
+                    Call::Evict(wanted) => engine.evict(wanted),
                     Call::EvictInSteps(part, wanted, refuses) if engine.tree.config.has(part) => {
                         engine.evict_in_steps(part, wanted, refuses);
+                    }
+                    Call::Wait(at, name, path) => {
+                        let at = at.index(engine.waiting.len() + 1);
+                        let needed = (name, Vec::new());
+                        engine.waiting.insert(at, Waiting { known: None, prompt: (name, path), needed });
+                        engine.wait(Some(at));
+                    }
+                    Call::LookAgain(at) if !engine.waiting.is_empty() => {
+                        engine.wait(Some(at.index(engine.waiting.len())));
+                    }
+                    Call::StopWaiting(at) if !engine.waiting.is_empty() => {
+                        engine.waiting.remove(at.index(engine.waiting.len()));
+                        engine.wait(None);
+                    }
+                    Call::Reorder => {
+                        engine.waiting.reverse();
+                        engine.wait(None);
                     }
                     Call::Reset if engine.running.is_empty() => {
                         engine.tree.reset();
@@ -776,6 +885,9 @@ mod tests {
                         engine.ended.clear();
                         engine.tails.clear();
                         engine.slots.clear();
+                        for request in &mut engine.waiting {
+                            request.needed.1.clear();
+                        }
                     }
                     _ => (),
                 }
@@ -784,8 +896,7 @@ mod tests {
             while !engine.running.is_empty() {
                 engine.end(0, false);
             }
-            let frees = engine.tree.evict_full(usize::MAX);
-            engine.forget(&frees.full);
+            engine.evict(usize::MAX);
             engine.check();
             prop_assert!(engine.uses.is_empty(), "without locks everything can be evicted");
         }

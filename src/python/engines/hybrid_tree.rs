@@ -12,9 +12,10 @@ use crate::base::bounded::signed;
 use crate::base::sync::lock;
 use crate::base::{EngineSlot, Error, Id};
 use crate::cache::NodeHandle;
+use crate::engines::WaitingId;
 use crate::engines::hybrid::{
     Boundary, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, LockResult, NegativeSize, PageDigest,
-    Part, StateConfig, StateRelease, Victim, WindowConfig, WindowRelease,
+    Part, StateConfig, StateRelease, Victim, WaitingRequest, WindowConfig, WindowRelease,
 };
 
 use super::hybrid_names::name_of;
@@ -300,6 +301,28 @@ impl HybridTree {
     ) -> PyResult<()> {
         let (after, session, node) = (after_turn(pause, is_last)?, session_of(session)?, handle_of(node));
         self.lock().end_turn(session, node, after).ok_or_else(|| no_such_node_error(node))
+    }
+
+    /// Tells the policy "adaptive" what the engine's waiting queue is, from the request on that is served next. What the
+    /// requests need, tokens up to a node, is evicted after all else, that of the last request first. What several need
+    /// counts as of the first of them. A request that is not in the queue any more needs nothing. Nothing is locked, and
+    /// windows and states go by recency. With another policy nothing changes.
+    ///
+    /// Args:
+    ///     requests: For each, its number if it was in the queue before, or `None`; and the node at the end of what was
+    ///         found for it, or `None`. With `None`, or a node that no longer exists, it needs what it needed before, as far
+    ///         as that is cached.
+    ///
+    /// Returns:
+    ///     The number of each request from now on.
+    #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
+    fn set_waiting(&self, requests: Vec<(Option<i64>, Option<u64>)>) -> Vec<i64> {
+        let request = |&(known, found): &(Option<i64>, Option<u64>)| WaitingRequest {
+            known: known.map(WaitingId::from),
+            found: found.map(handle_of),
+        };
+        let queue: Vec<WaitingRequest> = requests.iter().map(request).collect();
+        self.lock().set_waiting(&queue).into_iter().map(WaitingId::number).collect()
     }
 
     /// Returns whether an insertion is in progress.

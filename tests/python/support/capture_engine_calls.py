@@ -141,6 +141,7 @@ TREE_CALLS: dict[str, Callable[[World], tuple[object, ...]]] = {
     "verify": lambda _: (),
     "hash_at": lambda w: (w.node, 1),
     "set_hashes": lambda w: (w.node, 0, bytes(64)),
+    "set_waiting": lambda w: ([(None, w.node)],),
     "window_gaps": lambda _: ([7, 8], 0, 2),
 }
 """Calls of `HybridTree` that take no tensor of a GPU, with their arguments."""
