@@ -71,6 +71,13 @@ def test_requests_say_of_which_session_they_are(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "ok"
 
 
+def test_what_waiting_requests_will_find_is_kept(tmp_path: Path) -> None:
+    require()
+    done = run(tmp_path, str(HERE / "tree_waiting.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "ok"
+
+
 def test_where_kvpool_gives_way_and_what_it_expects(tmp_path: Path) -> None:
     require()
     done = run(tmp_path, str(HERE / "tree_choices.py"))

@@ -8,6 +8,7 @@ import sys
 import tree_choices
 import tree_histories
 import tree_sessions
+import tree_waiting
 import tree_worth
 
 
@@ -16,6 +17,7 @@ def main() -> None:
     tree_choices.main()
     tree_worth.main()
     tree_sessions.main()
+    tree_waiting.main()
     tree_histories.run("each", seeds=2, steps=12, core="kvpool")
     json.dump(
         tree_histories.run("each", seeds=len(tree_histories.POLICIES), steps=12, core="python"), sys.stdout

@@ -66,6 +66,9 @@ CHECKS = {
 
 ENGINES = {"without": {}, "with": {**PLUGIN_ON, **TREE_ON}}
 
+WAITING = {"kvpool": PLUGIN_ON, "core": {**PLUGIN_ON, **TREE_ON}}
+"""Prefix caches over kvpool's tree core, and what chooses them beside `--radix-cache-backend`."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -86,6 +89,9 @@ def ended(folder: Path) -> dict[str, ProcessResult]:
             jobs[out.stem] = job("serve_sglang.py", json.dumps(config), **variables)
     for checks, variables in CHECKS.items():
         jobs[checks] = job("sglang_surface.py", *checks.split(), MODEL=str(models["dense"]), **variables)
+    for backend, variables in WAITING.items():
+        worth = {**variables, "KVPOOL_SGLANG_EVICTION": "adaptive"}
+        jobs[f"waiting {backend}"] = job("sglang_waiting.py", str(models["dense"]), backend, **worth)
     return fork(folder, jobs)
 
 
@@ -127,6 +133,13 @@ def test_the_engine_gives_the_same_tokens_by_the_same_schedule(
     for made in {rows, "MHATokenToKVPool", "PagedTokenToKVPoolAllocator", *states}:
         assert f"SGLang: {made} is kvpool's" in pooled.log
     assert "Tree Core: KvTreeCore" in pooled.log
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("backend", WAITING)
+def test_what_a_waiting_request_will_find_is_kept(ended: dict[str, ProcessResult], backend: str) -> None:
+    status, log = ended[f"waiting {backend}"]
+    assert status == 0, log
 
 
 @pytest.mark.timeout(600)

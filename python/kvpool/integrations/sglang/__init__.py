@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvpool.integrations.sglang.seams import EVICTION, SEAMS, SGLANG, START, VERIFY, EngineMismatchError
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -98,8 +99,18 @@ def _register() -> None:
     for target, replacement in REPLACEMENTS.items():
         HookRegistry.register(target, replacement, HookType.REPLACE)
     HookRegistry.register(START, check_replaced, HookType.BEFORE)
-    # With SGLang's own policies nothing is said of sessions.
+    # With SGLang's own policies nothing is said of sessions and of waiting requests.
     if os.environ.get(EVICTION) == "adaptive":
         from kvpool.integrations.sglang.turns import check  # noqa: PLC0415
 
         HookRegistry.register(VERIFY, check, HookType.BEFORE)
+        HookRegistry.register(START, _watch_queue, HookType.AFTER)
+
+
+def _watch_queue(_made: None, scheduler: Scheduler, *_args: object, **_options: object) -> None:
+    """Show the waiting queue of a scheduler that was made to the tree core of its prefix cache."""
+    from kvpool.integrations.sglang.tree_core import KvTreeCore  # noqa: PLC0415
+
+    core = getattr(scheduler.tree_cache, "tree_core", None)
+    if isinstance(core, KvTreeCore):
+        core.waiting.queue = lambda: scheduler.waiting_queue

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.cache_action import (
     FreeDeviceKV,
     FreeDeviceKVFullOnly,
@@ -42,18 +43,19 @@ from kvpool.errors import ConfigError, IndexOwnershipError
 from kvpool.integrations.sglang.tree_events import TreeEvents
 from kvpool.integrations.sglang.tree_owners import TreeOwners
 from kvpool.integrations.sglang.tree_policy import eviction_policy
+from kvpool.integrations.sglang.waiting import WaitingRequests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import (
         DecLockRefParams,
         InsertParams,
         MatchPrefixParams,
     )
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from kvpool._kvpool import HybridFrees, HybridStep
     from kvpool.typing import HybridAction, Namespace
@@ -161,7 +163,8 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         params: The parameters that SGLang makes the cache of.
 
     Attributes:
-        evicts_by_worth: Whether the tree is told of sessions.
+        evicts_by_worth: Whether the tree is told of sessions and of waiting requests.
+        waiting: The waiting requests.
         session: The name of the session whose tokens are inserted from now on; `None` for none.
     """
 
@@ -206,6 +209,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
             state_grid=mamba_checkpoint_grid(params.page_size) if _MAMBA in parts else None,
             states_per_path=states if states >= 0 else None,
         )
+        self.waiting = WaitingRequests(self._tree, self._find_waiting)
         self._events = TreeEvents(self.kv_events, self._tree, params.page_size)
         self._owners = TreeOwners(self._tree, allocator)
         self._matches_all = os.environ.get("KVPOOL_SGLANG_FAST_MATCH") == "1"
@@ -266,6 +270,12 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
             last_visited_node_id=found.visited,
         )
 
+    def _find_waiting(self, req: Req) -> int:
+        """Find what a waiting request can use of the cache, refresh it, and return the node at its end."""
+        tokens = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
+        key = RadixKey(tokens, extra_key=req.extra_key, cache_salt=req.cache_salt)
+        return self._tree.match(*_whole(key.maybe_to_bigram_view(self.is_eagle)[0])).node
+
     def match_full_device_prefix(self, key: RadixKey) -> tuple[int, int, int]:
         """Return the tokens with slots for full attention, the deepest node with some, and its end."""
         key, _ = key.maybe_to_bigram_view(self.is_eagle)
@@ -282,6 +292,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         """Begin to insert tokens, up to the first step that needs an action of the cache."""
         if self._insertion is not None:
             raise RuntimeError("concurrent insert walks")
+        self.waiting.may_find_more = True
         key, values = params.key.maybe_to_bigram_view(self.is_eagle, params.value)
         tokens, start, end, namespace = _whole(key)
         if values is None:
@@ -323,6 +334,7 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
         """
         if self._insertion is not None:
             raise RuntimeError("concurrent insert walks")
+        self.waiting.may_find_more = True
         step = self._tree.insert(
             tokens,
             slots,
@@ -486,6 +498,8 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     def evict_device_start(self, component_type: ComponentType, request_cnt: int) -> None:
         """Begin to evict values of a component."""
+        if self.evicts_by_worth:
+            self.waiting.tell()
         self._tree.begin_eviction(component_type, request_cnt)
 
     def evict_device_next_node(
@@ -530,6 +544,8 @@ class KvTreeCore(UnifiedTreeCoreInterface):  # type: ignore[misc]  # SGLang's ty
 
     def evict_many(self, tokens: int) -> BaseEvictionResult:
         """Evict leaves with at least `tokens` slots for full attention in one call, or all leaves."""
+        if self.evicts_by_worth:
+            self.waiting.tell()
         result = BaseEvictionResult()
         self._hand_out(self._tree.evict(tokens), result)
         return result
