@@ -7,18 +7,30 @@ With `--agents` the prompts are of agents of `kvpool replay`, who also say of wh
 turn and what follows it. A block of the trace is one of 16 tokens there, and all sizes are a 32nd of those
 of the trace. Without, the same calls are timed with both orders, for prompts that are new and evict as many
 tokens.
+
+With `--load` requests wait, in SGLang's scheduler. They come at the times of the trace, faster or slower, on
+a clock that goes on by the seconds that prefill takes: `--load 1.1` is a machine that would need 1.1 times
+the time of the trace without a cache. Blocks and sizes are as for agents, in pages of 16 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
 import statistics
+import tempfile
 import time
 from array import array
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
+import numpy as np
+from bench_sglang_engine import CONFIG, ENGINE, Loop, request
 from harness import machine
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +39,9 @@ from trace_turns import said
 from tree_worth import make_cache, serve
 
 from kvpool.integrations.sglang import register_tree_core
+from kvpool.integrations.sglang.tree_policy import EVICTION
 from kvpool.integrations.turns import parse
+from kvpool.tools.costs import COSTS
 from kvpool.tools.policies import WITH_SESSIONS
 from kvpool.tools.replay.hit_rates import Job, measure
 from kvpool.tools.traces import Trace, read_trace
@@ -113,6 +127,109 @@ def found_of_agents(trace: Trace, sizes: list[int], page: int, about: str) -> Ta
     return table
 
 
+class Waits(NamedTuple):
+    """Tokens of all prompts that were found, and times to the first token in seconds."""
+
+    tokens: int
+    p50: float
+    p99: float
+
+
+class Queue(Loop):
+    """A scheduler whose requests come when they do, on a clock of the seconds that prefill takes."""
+
+    def serve(self, prompts: list[array[int]], arrivals: list[float], scale: int) -> Waits:
+        """Serves all prompts. A token of theirs is `scale` of the model."""
+        self._prompts, self._arrivals, self._scale = prompts, arrivals, scale
+        self._now, self._taken, self._found = 0.0, 0, 0
+        self._begun: set[str] = set()
+        self._waits = np.zeros(len(prompts))
+        self.scheduler.gracefully_exit = False
+        self.scheduler.run_event_loop()
+        self._check()
+        return Waits(self._found, *np.percentile(self._waits, (50, 99)).tolist())
+
+    def _take(self, **_: object) -> list[Any]:
+        begin = self._taken
+        while self._taken < len(self._prompts) and self._arrivals[self._taken] <= self._now:
+            self._taken += 1
+        return [request(str(at), self._prompts[at], 1) for at in range(begin, self._taken)]
+
+    def _forward(self, batch: Any, **_: object) -> Any:  # noqa: ANN401
+        seconds = COSTS["8B"].seconds
+        for req, found, new in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+            self._now += seconds(self._scale * (found + new)) - seconds(self._scale * found)
+            # Later chunks find what the earlier ones have computed.
+            self._found += 0 if req.rid in self._begun else found
+            self._begun.add(req.rid)
+        return self._result(next_token_ids=self._tokens[: len(batch.reqs)])
+
+    def _answer(self, answer: Any, *_: object) -> None:  # noqa: ANN401
+        for name in map(int, answer.rids):
+            self._waits[name] = self._now - self._arrivals[name]
+
+    def _stop(self) -> None:
+        if self._taken < len(self._prompts):
+            self._now = max(self._now, self._arrivals[self._taken])
+        else:
+            self.scheduler.gracefully_exit = True
+
+
+def queued(trace: Trace, size: int, order: str, load: float, *, shares_runtime: bool) -> Waits:
+    """What is found of prompts that wait, and how long they do.
+
+    `order` is lru, adaptive, or adaptive-queue, whose tree is not told of waiting requests.
+    """
+    scale = trace.block_size // BLOCK
+    size = size // scale // BLOCK * BLOCK
+    # Of prompts that are longer than the cache, what fits; SGLang computes the last token whatever it finds.
+    prompts = [prompt[: size - 2 * BLOCK] + array("q", [4]) for prompt in prompts_of(trace, BLOCK, BLOCK)]
+    seconds = sum(float(COSTS["8B"].seconds(scale * len(prompt))) for prompt in prompts)
+    arrivals = trace.arrival_s * (seconds / load / trace.arrival_s[-1])
+    os.environ.pop(EVICTION, None)
+    if order != "lru":
+        os.environ[EVICTION] = "adaptive"
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG), "utf-8")
+        changed = {
+            "max_total_tokens": size,
+            "page_size": BLOCK,
+            "chunked_prefill_size": CHUNK // scale,
+            "radix_cache_backend": "kvpool",
+            "disable_overlap_schedule": True,
+        }
+        options = ServerArgs(model_path=folder, **{**ENGINE, **changed})
+        context = import_module("sglang.srt.runtime_context")
+        ranks = context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+        context.publish(options, role="scheduler", ranks=ranks)
+        loop = Queue(options, shares_runtime=shares_runtime)
+    waiting = loop.scheduler.tree_cache.tree_core.waiting
+    with mock.patch.object(waiting, "tell") if order.endswith("-queue") else nullcontext():
+        return loop.serve(prompts, arrivals.tolist(), scale)
+
+
+def found_in_queue(trace: Trace, sizes: list[int], load: float, orders: list[str], about: str) -> Table:
+    """What is found of prompts that wait, by size and order."""
+    # The plugin looks at it once, and each cache when it is made.
+    os.environ[EVICTION] = "adaptive"
+    import_module("sglang.srt.plugins").load_plugins()
+    whole = sum(map(len, trace.all_blocks())) * BLOCK
+    table = Table(title=f"{trace.name}, found by SGLang's scheduler, load {load}; {about}")
+    for title in ("million tokens", "order", "found", "first token, p50", "p99"):
+        table.add_column(title, justify="right")
+    for size in sizes:
+        for order in orders:
+            found = queued(trace, size, order, load, shares_runtime=table.row_count > 0)
+            table.add_row(
+                f"{size / 1e6:g}",
+                order,
+                f"{found.tokens / whole:.2%}",
+                f"{found.p50:.1f} s",
+                f"{found.p99:.0f} s",
+            )
+    return table
+
+
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -122,15 +239,21 @@ def main() -> None:
     parser.add_argument("--capacity", default="0.5,1,2,4.1", help="sizes of the cache, in million tokens")
     parser.add_argument("--page", type=int, default=1, help="tokens of a page")
     parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--load", type=float, help="requests wait: the load of a machine without a cache")
+    parser.add_argument("--orders", default="lru,adaptive-queue,adaptive", help="those of --load")
     asked = parser.parse_args()
     if (asked.trace is None) == (asked.agents is None):
         parser.error("name a trace or --agents")
-    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
-    register_tree_core()
     about = "; ".join(f"{key}: {value}" for key, value in machine().items())
     sizes = [int(float(capacity) * 1e6) for capacity in asked.capacity.split(",")]
-    if asked.agents:
-        trace = agents_trace(parse_agents(asked.agents), asked.seed)
+    trace = agents_trace(parse_agents(asked.agents), asked.seed) if asked.agents else None
+    if asked.load:
+        trace = trace or read_trace(asked.trace)
+        Console().print(found_in_queue(trace, sizes, asked.load, asked.orders.split(","), about))
+        return
+    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
+    register_tree_core()
+    if trace is not None:
         Console().print(found_of_agents(trace, sizes, asked.page, about))
         return
     if asked.trace.exists():
