@@ -132,6 +132,11 @@ def look_ups() -> None:
         cache.evict(3)
         assert cache.found([*FIRST, 40], THIRD) == [4, 0]
         assert find.call_count == 3
+        # A checkpoint of a request inserts in a way of its own.
+        slots = cache.cache.token_to_kv_pool_allocator.alloc(1)
+        cache.core.insert_plain([100], slots, None, found=0, inserted=0, priority=0)
+        cache.evict(1)
+        assert find.call_count == 4
     # Of a long queue some at once, in turns.
     cache = Cache()
     cache.queue = [request(f"{number}", [*FIRST, number]) for number in range(3 * waiting._AGAIN)]
@@ -153,6 +158,13 @@ def namespaces() -> None:
     cache.queue = [request("a", FIRST, cache_salt="x")]
     cache.evict(3)
     assert (cache.found(FIRST, salt="x"), cache.found(FIRST)) == ([3], [0])
+
+    # SGLang's speculative decoding caches pairs of tokens.
+    cache.core.is_eagle = True
+    cache.insert([*SECOND, 60], [*THIRD, 90])
+    cache.queue = [request("b", [*SECOND, 60])]
+    cache.evict(3 + 3)
+    assert cache.found([*SECOND, 60], [*THIRD, 90]) == [3, 0]
 
 
 def others() -> None:

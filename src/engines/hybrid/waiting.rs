@@ -85,3 +85,96 @@ impl HybridTree {
         }
     }
 }
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails where there is nothing to unwrap")]
+mod tests {
+    use super::*;
+    use crate::base::{EngineSlot, Id};
+    use crate::cache::Namespace;
+    use crate::engines::hybrid::{EvictionOrder, HybridConfig, Insert};
+
+    fn tree(order: EvictionOrder, prompts: &[&[i64]]) -> HybridTree {
+        let mut tree = HybridTree::new(HybridConfig { page_size: 1, order, window: None, state: None });
+        for prompt in prompts {
+            insert(&mut tree, prompt);
+        }
+        tree
+    }
+
+    /// Inserts a prompt, whose slots are its tokens.
+    fn insert(tree: &mut HybridTree, prompt: &[i64]) {
+        let slots: Vec<_> =
+            prompt.iter().map(|&token| EngineSlot::new(u32::try_from(token).unwrap())).collect();
+        tree.begin(&Namespace::Unnamed, &prompt, &slots.as_slice(), Insert::default())
+            .unwrap()
+            .result
+            .unwrap();
+    }
+
+    /// Sets the queue to new requests with these prompts.
+    fn wait(tree: &mut HybridTree, prompts: &[&[i64]]) -> Vec<WaitingId> {
+        let find = |prompt: &&[i64]| WaitingRequest {
+            known: None,
+            found: Some(tree.find(&Namespace::Unnamed, prompt).node),
+        };
+        let queue: Vec<_> = prompts.iter().map(find).collect();
+        tree.set_waiting(&queue)
+    }
+
+    fn evicted(tree: &mut HybridTree, count: usize) -> Vec<u32> {
+        let mut slots: Vec<_> = tree.evict_full(count).full.iter().map(|slot| slot.number()).collect();
+        slots.sort_unstable();
+        assert_eq!(tree.broken_invariant(), None);
+        slots
+    }
+
+    const BY_WORTH: EvictionOrder = EvictionOrder::Adaptive(64);
+
+    #[test]
+    fn a_request_needs_what_is_left_of_its_prefix() {
+        let mut tree = tree(BY_WORTH, &[&[1, 2, 3, 4], &[1, 2, 3, 5]]);
+        wait(&mut tree, &[&[1, 2, 3, 4, 9], &[1, 2, 8]]);
+        assert_eq!(evicted(&mut tree, 1), [5]);
+        insert(&mut tree, &[6]);
+        // The last token and then a part of a node, each after what is new.
+        assert_eq!(evicted(&mut tree, 2), [4, 6]);
+        insert(&mut tree, &[7]);
+        assert_eq!(evicted(&mut tree, 2), [3, 7]);
+        insert(&mut tree, &[8]);
+        assert_eq!(evicted(&mut tree, 2), [2, 8]);
+        insert(&mut tree, &[9]);
+        assert_eq!(evicted(&mut tree, 1), [9]);
+    }
+
+    #[test]
+    fn a_request_needs_no_more_than_its_prefix() {
+        let mut tree = tree(BY_WORTH, &[&[1, 2, 3]]);
+        wait(&mut tree, &[&[1, 2, 9]]);
+        insert(&mut tree, &[1, 2, 4]);
+        assert_eq!(evicted(&mut tree, 2), [3, 4]);
+        insert(&mut tree, &[5]);
+        assert_eq!(evicted(&mut tree, 1), [5]);
+    }
+
+    #[test]
+    fn an_empty_tree_is_needed_by_none() {
+        let mut tree = tree(BY_WORTH, &[&[1]]);
+        let known = wait(&mut tree, &[&[1]])[0];
+        tree.reset();
+        for prompt in [&[2], &[3]] {
+            insert(&mut tree, prompt);
+        }
+        assert_eq!(evicted(&mut tree, 1), [2]);
+        tree.set_waiting(&[WaitingRequest { known: Some(known), found: None }]);
+        insert(&mut tree, &[4]);
+        assert_eq!(evicted(&mut tree, 1), [3]);
+    }
+
+    #[test]
+    fn other_orders_are_not_told() {
+        let mut tree = tree(EvictionOrder::Fifo, &[&[1], &[2]]);
+        assert_eq!(wait(&mut tree, &[&[1], &[2]]).len(), 2);
+        assert_eq!(evicted(&mut tree, 1), [1]);
+    }
+}

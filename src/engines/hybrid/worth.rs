@@ -827,7 +827,7 @@ mod tests {
                 .prop_map(|(name, path, times, session)| Call::Begin(name, path, times, session)),
             8 => (any::<prop::sample::Index>(), 1..6_usize).prop_map(|(at, more)| Call::Advance(at, more)),
             5 => (any::<prop::sample::Index>(), any::<bool>()).prop_map(|(at, is_last)| Call::End(at, is_last)),
-            2 => (1..12 * PAGE).prop_map(Call::Evict),
+            4 => (1..12 * PAGE).prop_map(Call::Evict),
             3 => (part, 1..6 * PAGE, any::<bool>())
                 .prop_map(|(part, wanted, refuses)| Call::EvictInSteps(part, wanted, refuses)),
             4 => (any::<prop::sample::Index>(), 0..2_i64, prop::collection::vec(0..3_u8, 1..9))
