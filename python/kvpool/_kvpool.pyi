@@ -5473,26 +5473,40 @@ class BlockQueue:
             ValueError: If a session that ends pauses. Nothing is changed.
             IndexOwnershipError: If a block is of another queue. Nothing is changed.
         """
-    def add_waiting(self, blocks: Iterable[Block], *, is_next: bool = False) -> int:
-        """Adds a request at an end of the engine's waiting queue, for which blocks were found: they are taken after all others
-        with a hash, those of the last request first, until the request is removed. A block that several waiting requests
-        need counts as of the first of them in the queue. Without a policy nothing changes.
+    def add_waiting(
+        self, blocks: Iterable[Block], *, is_next: bool = False, rank: tuple[int, int] = ...
+    ) -> tuple[int, int, int]:
+        """Adds a request to the engine's waiting queue, for which blocks were found: they are taken after all others with a hash,
+        those of the last request first, until the request is removed. A block that several waiting requests need counts as
+        of the first of them in the queue. Without a policy nothing changes.
 
         Args:
             blocks: The blocks, in the order of the prompt. Those that no prompt has named are left out.
             is_next: Whether the request is the next one, as after it was preempted, and not the last one.
+            rank: Two numbers, such as a priority and a time of arrival, of a queue that is not served by arrival: the
+                request is behind those of lower ranks, and is the next or the last one among those of the same.
 
         Returns:
-            The number of the request in the queue: the lower, the earlier.
+            The request in the queue: the rank, and a number, which is lower for earlier requests of that rank.
 
         Raises:
             IndexOwnershipError: If a block is of another queue. Nothing is changed.
         """
-    def remove_waiting(self, request: int) -> None:
+    def extend_waiting(self, request: tuple[int, int, int], blocks: Iterable[Block]) -> None:
+        """Records that blocks were found, too, for a request that is in the waiting queue: others have computed them.
+
+        Args:
+            request: What `add_waiting` returned.
+            blocks: The blocks, as in `add_waiting`. Those that were found before may be among them.
+
+        Raises:
+            IndexOwnershipError: If a block is of another queue. Nothing is changed.
+        """
+    def remove_waiting(self, request: tuple[int, int, int]) -> None:
         """Removes a request from the waiting queue, because it runs now or does not go on.
 
         Args:
-            request: The number that `add_waiting` returned. One that is not in the queue changes nothing.
+            request: What `add_waiting` returned. One that is not in the queue changes nothing.
         """
     @property
     def fake_free_list_head(self) -> Block:

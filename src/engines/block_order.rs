@@ -29,7 +29,7 @@ use crate::cache::{
 };
 
 use super::waiting_needs::WaitingNeeds;
-use super::{EvictionQueue, QueueEnd, WaitingId};
+use super::{EvictionQueue, QueueEnd, WaitingId, WaitingRank};
 
 /// A block, and how many prompts it had held before: with another prompt it is another place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -249,14 +249,21 @@ impl BlockOrder {
         }
     }
 
-    /// Adds a request at an end of the waiting queue, which needs `blocks`.
+    /// Adds a request at an end of those of its rank in the waiting queue, which needs `blocks`.
     pub(super) fn add_waiting(
         &mut self,
         blocks: &[BlockId],
+        rank: WaitingRank,
         end: QueueEnd,
         queue: &EvictionQueue,
     ) -> WaitingId {
-        let request = self.waiting.add(end);
+        let request = self.waiting.add(rank, end);
+        self.extend_waiting(request, blocks, queue);
+        request
+    }
+
+    /// Records that a request in the waiting queue needs `blocks`, too.
+    pub(super) fn extend_waiting(&mut self, request: WaitingId, blocks: &[BlockId], queue: &EvictionQueue) {
         for &block in blocks {
             if self.knows(block) {
                 self.withdraw(block);
@@ -264,7 +271,6 @@ impl BlockOrder {
                 self.offer(block, queue);
             }
         }
-        request
     }
 
     /// Removes a request from the waiting queue.

@@ -10,7 +10,7 @@ use crate::cache::{BlockKey, PolicyKind, SessionId};
 use crate::index::{BadFree, BadFrees};
 
 use super::block_order::{BlockOrder, NewBlock};
-use super::{BlockHash, EvictionQueue, QueueEnd, WaitingId};
+use super::{BlockHash, EvictionQueue, QueueEnd, WaitingId, WaitingRank};
 
 /// The hash of a block, and what it covers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -230,12 +230,20 @@ impl BlockTable {
         }
     }
 
-    /// Adds a request at an end of the engine's waiting queue, for which these blocks were found. They are taken after all
-    /// others with a hash, those of the request at the back first, until the request is removed. A block that several
-    /// waiting requests need counts as of the first of them in the queue.
-    pub fn add_waiting(&mut self, blocks: &[BlockId], end: QueueEnd) -> WaitingId {
+    /// Adds a request to the engine's waiting queue, at an end of those of its rank, for which these blocks were found.
+    /// They are taken after all others with a hash, those of the request at the back first, until the request is removed.
+    /// A block that several waiting requests need counts as of the first of them in the queue.
+    pub fn add_waiting(&mut self, blocks: &[BlockId], rank: WaitingRank, end: QueueEnd) -> WaitingId {
         let Self { order, queue, .. } = self;
-        order.as_mut().map_or(WaitingId::from(0), |order| order.add_waiting(blocks, end, queue))
+        let add = |order: &mut BlockOrder| order.add_waiting(blocks, rank, end, queue);
+        order.as_mut().map_or(WaitingId::new(rank, 0), add)
+    }
+
+    /// Records that these blocks were found, too, for a request that is in the waiting queue: others have computed them.
+    pub fn extend_waiting(&mut self, request: WaitingId, blocks: &[BlockId]) {
+        if let Some(order) = &mut self.order {
+            order.extend_waiting(request, blocks, &self.queue);
+        }
     }
 
     /// Removes a request from the waiting queue, because it runs now or does not go on.

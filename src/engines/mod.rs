@@ -6,7 +6,7 @@
 //!
 //! | for | use | engine |
 //! |---|---|---|
-//! | blocks: their users, the order of free ones, their hashes | [`BlockTable`], [`EvictionQueue`], [`WaitingId`], [`BlockMap`], [`BlockBytes`], [`last_run`] | vLLM |
+//! | blocks: their users, the order of free ones, their hashes | [`BlockTable`], [`EvictionQueue`], [`WaitingId`], [`WaitingRank`], [`BlockMap`], [`BlockBytes`], [`last_run`] | vLLM |
 //! | offloaded chunks by keys of the engine, which controls the transfers | [`OffloadTable`], [`OffloadOrder`] | vLLM |
 //! | nodes with values of several kinds of attention | [`hybrid`] | SGLang |
 //! | nodes with slots that the tree owns in an allocator | [`SlotTree`] | pymllm |
@@ -36,4 +36,4 @@ pub use offload_table::{
     OffloadTable, OffloadedChunk, StorePlan,
 };
 pub use slot_tree::{EvictedNodes, Inserted, NodePrefix, SlotNode, SlotTree, SlotTreeConfig, SlotTreeStats};
-pub use waiting_needs::WaitingId;
+pub use waiting_needs::{WaitingId, WaitingRank};

@@ -18,7 +18,7 @@ use super::QueueEnd;
 ///
 /// ```
 /// use kvpool::cache::PolicyKind;
-/// use kvpool::engines::{BlockTable, HashedBlocks, HashedTokens, QueueEnd, WaitingId};
+/// use kvpool::engines::{BlockTable, HashedBlocks, HashedTokens, QueueEnd, WaitingId, WaitingRank};
 /// let mut table = BlockTable::new(3);
 /// table.evict_by(PolicyKind::Adaptive, 16);
 /// let prompts = [b"a", b"b"].map(|hash| {
@@ -29,26 +29,52 @@ use super::QueueEnd;
 ///     table.release(&prompt, HashedBlocks::Last);
 ///     prompt
 /// });
-/// let request: WaitingId = table.add_waiting(&prompts[0], QueueEnd::Back);
+/// let request: WaitingId = table.add_waiting(&prompts[0], WaitingRank::default(), QueueEnd::Back);
+/// table.extend_waiting(request, &prompts[0]);
 /// assert_eq!(table.take(2).unwrap()[1], prompts[1][0], "a waiting request needs the older prompt");
 /// table.remove_waiting(request);
 /// assert_eq!(table.take(1).unwrap(), prompts[0]);
-/// assert_eq!(WaitingId::from(request.number()), request);
+/// assert_eq!(WaitingId::new(request.rank(), request.number()), request);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct WaitingId(i64);
-
-impl WaitingId {
-    /// Returns the number of the request: the lower, the earlier it is in the queue.
-    #[must_use]
-    pub const fn number(self) -> i64 {
-        self.0
-    }
+pub struct WaitingId {
+    rank: WaitingRank,
+    number: i64,
 }
 
-impl From<i64> for WaitingId {
-    fn from(number: i64) -> Self {
-        Self(number)
+/// The place of a request in a queue that is not served by arrival alone: the lower, the earlier. Requests of one rank are
+/// in the order in which they were added at an end.
+///
+/// ```
+/// use kvpool::engines::WaitingRank;
+/// let urgent = WaitingRank { priority: -1, arrival: 7 };
+/// assert!(urgent < WaitingRank::default() && urgent < WaitingRank { arrival: 8, ..urgent });
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct WaitingRank {
+    /// The priority: requests of a lower number are served first.
+    pub priority: i64,
+    /// The time of arrival, by any clock.
+    pub arrival: i64,
+}
+
+impl WaitingId {
+    /// Returns the id of the request with this number among those of a rank.
+    #[must_use]
+    pub const fn new(rank: WaitingRank, number: i64) -> Self {
+        Self { rank, number }
+    }
+
+    /// Returns the rank of the request.
+    #[must_use]
+    pub const fn rank(self) -> WaitingRank {
+        self.rank
+    }
+
+    /// Returns the number of the request: of one rank, the lower, the earlier it is in the queue.
+    #[must_use]
+    pub const fn number(self) -> i64 {
+        self.number
     }
 }
 
@@ -73,14 +99,14 @@ impl<T> Default for WaitingNeeds<T> {
 }
 
 impl<T: Id> WaitingNeeds<T> {
-    /// Adds a request at an end of the queue.
-    pub(super) fn add(&mut self, end: QueueEnd) -> WaitingId {
+    /// Adds a request at an end of those of its rank.
+    pub(super) fn add(&mut self, rank: WaitingRank, end: QueueEnd) -> WaitingId {
         let number = match end {
             QueueEnd::Back => &mut self.last,
             QueueEnd::Front => &mut self.first,
         };
         *number += if end == QueueEnd::Back { 1 } else { -1 };
-        WaitingId(*number)
+        WaitingId::new(rank, *number)
     }
 
     /// Records that a request needs what has this id, which is not offered.

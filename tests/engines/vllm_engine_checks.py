@@ -36,7 +36,7 @@ from vllm_engine import (
 )
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.vllm import tokens
+from kvpool.integrations.vllm import kv_cache_manager, tokens
 from kvpool.integrations.vllm.block_pool import KvpoolBlockPool
 from kvpool.integrations.vllm.kv_cache_manager import EVICTION, KvpoolKVCacheManager
 from kvpool.integrations.vllm.tokens import IS_KNOWN
@@ -367,7 +367,7 @@ def test_with_a_policy_a_turn_ends_with_its_request(monkeypatch: pytest.MonkeyPa
         manager._forget(request)
     request.status, manager._learner = RequestStatus.RUNNING, own
     assert learner.mock_calls == [
-        mock.call.add_waiting(blocks, is_next=True),
+        mock.call.add_waiting(blocks, is_next=True, rank=(0, 0)),
         mock.call.remove_waiting(learner.add_waiting.return_value),
         *(mock.call.end_turn("chat", blocks, pause=pause, is_last=False) for pause in (None, None, "user")),
     ]
@@ -408,6 +408,52 @@ def test_with_a_policy_what_a_waiting_request_will_find_is_kept(
         engine.step()
     assert manager._waiting == {}
     assert sessions.found(chat) == 0
+    engine.engine_core.shutdown()
+
+
+@pytest.mark.skipif(not IS_KNOWN, reason="vLLM's own scheduler tells of no waiting request")
+def test_with_a_policy_what_others_compute_for_a_waiting_request_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sessions = Sessions("adaptive", monkeypatch, max_num_seqs=1)
+    engine, once = sessions.engine, SamplingParams(max_tokens=1, ignore_eos=True)
+    document, others = unique(0, 160), [unique(number, 200) for number in range(1, 9)]
+    for number, prompt in enumerate([[*document, 4], *others, [*document, 5]]):
+        engine.add_request(f"{number}", {"prompt_token_ids": prompt}, once)
+    manager: KvpoolKVCacheManager = scheduler_of(engine).kv_cache_manager
+    find = mock.Mock(wraps=manager._find)
+    with mock.patch.object(manager, "_find", find), mock.patch.object(kv_cache_manager, "_AGAIN", 3):
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert sessions._trace.cached_tokens == 160
+    # Some at once, in turns.
+    looked_up = [int(call.args[0].request_id.partition("-")[0]) for call in find.call_args_list]
+    assert looked_up[:9] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    engine.engine_core.shutdown()
+
+
+@pytest.mark.skipif(not IS_KNOWN, reason="vLLM's own scheduler tells of no waiting request")
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_with_a_policy_requests_wait_in_the_order_of_the_scheduler(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = Sessions("adaptive", monkeypatch, max_num_seqs=1, scheduling_policy=policy)
+    engine, once = sessions.engine, SamplingParams(max_tokens=1, ignore_eos=True)
+    chats = {name: unique(number, 241) for number, name in enumerate(("late", "early"))}
+    for chat in chats.values():
+        sessions.found(chat)
+    first = 0 if policy == "priority" else -(2**70)
+    for number in range(2, 9):
+        engine.add_request(f"{number}", {"prompt_token_ids": unique(number, 200)}, once, priority=first)
+    # They do not fit beside each other and a prompt that is computed.
+    for name, priority in (("late", 2**70), ("early", 1)):
+        engine.add_request(name, {"prompt_token_ids": chats[name]}, once, priority=priority)
+    found = {}
+    while engine.has_unfinished_requests():
+        found.update({output.request_id: output.num_cached_tokens for output in engine.step()})
+    kept, lost = ("early", "late") if policy == "priority" else ("late", "early")
+    assert found[kept] == 240
+    assert found[lost] < 240
     engine.engine_core.shutdown()
 
 

@@ -358,6 +358,21 @@ def test_what_waiting_requests_need_is_taken_last() -> None:
     assert queue.alloc(4, cached, {})[0] == [*first[::-1], *second, *third]
 
 
+def test_waiting_requests_may_have_ranks_and_be_looked_up_again() -> None:
+    queue, cached = BlockQueue(5), BlockMap()
+    queue.evict_by("adaptive", 4)
+    first, second, third = (published(queue, cached, *key) for key in ([b"a"], [b"b", b"c"], [b"d", b"e"]))
+    later = queue.add_waiting(first, rank=(1, 0), is_next=True)
+    early = queue.add_waiting(second[:1], rank=(0, 7))
+    earliest = queue.add_waiting([], rank=(0, 6))
+    assert earliest < early < later
+    # Others have computed more of what they need.
+    queue.extend_waiting(early, second)
+    queue.extend_waiting(earliest, third[:1])
+    assert queue.alloc(3, cached, {})[0] == [third[1], *first, second[1]]
+    assert queue.alloc(2, cached, {})[0] == [second[0], third[0]]
+
+
 def test_sessions_that_were_not_used_say_nothing() -> None:
     queue, cached = BlockQueue(4), BlockMap()
     queue.set_user("chat")
@@ -367,7 +382,8 @@ def test_sessions_that_were_not_used_say_nothing() -> None:
     blocks = published(queue, cached, b"a", b"b")
     queue.end_turn(b"chat", blocks, is_last=True)
     queue.end_turn(2**80, blocks)
-    assert BlockQueue(1).add_waiting([]) == 0
+    assert BlockQueue(1).add_waiting([], rank=(2, 3)) == (2, 3, 0)
+    BlockQueue(1).extend_waiting((2, 3, 0), [])
     queue.alloc(2, cached, {})
     assert queue.alloc(2, cached, {})[0] == [blocks[1], blocks[0]]
 
@@ -468,6 +484,11 @@ MISUSE: dict[str, Misuse] = {
         STRANGE,
     ),
     "wait for another's": (lambda q, other: q.add_waiting(other.blocks), IndexOwnershipError, STRANGE),
+    "find another's": (
+        lambda q, other: q.extend_waiting((0, 0, 1), other.blocks),
+        IndexOwnershipError,
+        STRANGE,
+    ),
     "pause at the end": (
         lambda q, _: q.end_turn("chat", [], pause="user", is_last=True),
         ValueError,

@@ -8,7 +8,7 @@ use kvpool::base::{BlockId, Id, widen};
 use kvpool::cache::{PolicyKind, SessionId};
 use kvpool::engines::{
     AfterTurn, BlockBytes, BlockHash, BlockMap, BlockTable, EvictionQueue, HashedBlocks, HashedTokens,
-    NotTaken, QueueEnd, RunEnds, TakenBlocks, WaitingId, last_run,
+    NotTaken, QueueEnd, RunEnds, TakenBlocks, WaitingId, WaitingRank, last_run,
 };
 use proptest::prelude::*;
 
@@ -110,8 +110,8 @@ struct Engine {
     known: BTreeMap<BlockId, Naive>,
     sessions: BTreeMap<u8, NaiveSession>,
     running: Vec<Running>,
-    /// The waiting queue.
-    waiting: VecDeque<WaitingId>,
+    /// The waiting queue, with what each request asks for.
+    waiting: Vec<(WaitingId, Vec<u8>)>,
     now: usize,
 }
 
@@ -129,7 +129,7 @@ impl Engine {
         let mut table = BlockTable::new(COUNT);
         table.evict_by(policy, 64);
         let (hashed, known, sessions) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Self { table, hashed, known, sessions, running: Vec::new(), waiting: VecDeque::new(), now: 0 }
+        Self { table, hashed, known, sessions, running: Vec::new(), waiting: Vec::new(), now: 0 }
     }
 
     /// A block that is no longer known is behind no other, and a turn ended before it.
@@ -202,25 +202,41 @@ impl Engine {
         self.sessions.insert(number, state);
     }
 
-    /// Adds a request for a prompt at an end of the waiting queue.
-    fn wait(&mut self, path: &[u8], end: QueueEnd) {
-        let blocks: Vec<_> =
-            (1..=path.len()).map_while(|len| self.hashed.get(&path[..len]).copied()).collect();
-        let request = self.table.add_waiting(&blocks, end);
+    /// Adds a request for a prompt at an end of those of its rank in the waiting queue.
+    fn wait(&mut self, path: &[u8], rank: WaitingRank, end: QueueEnd) {
+        let blocks = self.cached(path);
+        let request = self.table.add_waiting(&blocks, rank, end);
+        self.need(request, &blocks);
+        let place = self.waiting.partition_point(|(other, _)| match end {
+            QueueEnd::Front => other.rank() < rank,
+            QueueEnd::Back => other.rank() <= rank,
+        });
+        self.waiting.insert(place, (request, path.to_vec()));
+    }
+
+    /// Looks the prompt of a waiting request up again.
+    fn look_again(&mut self, index: prop::sample::Index) {
+        let (request, path) = self.waiting[index.index(self.waiting.len())].clone();
+        let blocks = self.cached(&path);
+        self.table.extend_waiting(request, &blocks);
+        self.need(request, &blocks);
+    }
+
+    fn cached(&self, path: &[u8]) -> Vec<BlockId> {
+        (1..=path.len()).map_while(|len| self.hashed.get(&path[..len]).copied()).collect()
+    }
+
+    fn need(&mut self, request: WaitingId, blocks: &[BlockId]) {
         for block in blocks {
-            if let Some(known) = self.known.get_mut(&block) {
+            if let Some(known) = self.known.get_mut(block) {
                 known.needed_by.push(request);
             }
-        }
-        match end {
-            QueueEnd::Front => self.waiting.push_front(request),
-            QueueEnd::Back => self.waiting.push_back(request),
         }
     }
 
     /// Removes a request from the waiting queue.
     fn stop_waiting(&mut self, index: prop::sample::Index) {
-        let request = self.waiting.remove(index.index(self.waiting.len())).unwrap();
+        let (request, _) = self.waiting.remove(index.index(self.waiting.len()));
         self.table.remove_waiting(request);
         for known in self.known.values_mut() {
             known.needed_by.retain(|&other| other != request);
@@ -245,7 +261,7 @@ impl Engine {
             // Those that have ended, then those of the policy, then those that the last waiting request needs.
             let place_of = |block: &BlockId| {
                 let known = &self.known[block];
-                let place = self.waiting.iter().position(|request| known.needed_by.contains(request));
+                let place = self.waiting.iter().position(|(request, _)| known.needed_by.contains(request));
                 (!known.is_ended || place.is_some(), place.map(|place| self.waiting.len() - place))
             };
             let first = leaves.iter().map(place_of).min().unwrap();
@@ -304,7 +320,8 @@ enum EngineStep {
     TakeHash(BlockId),
     Share(prop::sample::Index),
     Undo(usize),
-    Wait(Vec<u8>, QueueEnd),
+    Wait(Vec<u8>, WaitingRank, QueueEnd),
+    LookAgain(prop::sample::Index),
     StopWaiting(prop::sample::Index),
 }
 
@@ -318,9 +335,13 @@ fn engine_step() -> impl Strategy<Value = EngineStep> {
         1 => block().prop_map(EngineStep::TakeHash),
         1 => any::<prop::sample::Index>().prop_map(EngineStep::Share),
         1 => (0..4_usize).prop_map(EngineStep::Undo),
-        2 => (prop::collection::vec(0..3_u8, 1..5), any::<bool>()).prop_map(|(path, is_first)| {
-            EngineStep::Wait(path, if is_first { QueueEnd::Front } else { QueueEnd::Back })
-        }),
+        2 => (prop::collection::vec(0..3_u8, 1..5), 0..2_i64, 0..2_i64, any::<bool>()).prop_map(
+            |(path, priority, arrival, is_first)| {
+                let end = if is_first { QueueEnd::Front } else { QueueEnd::Back };
+                EngineStep::Wait(path, WaitingRank { priority, arrival }, end)
+            }
+        ),
+        2 => any::<prop::sample::Index>().prop_map(EngineStep::LookAgain),
         2 => any::<prop::sample::Index>().prop_map(EngineStep::StopWaiting),
     ]
 }
@@ -350,7 +371,8 @@ proptest! {
                 }
                 EngineStep::Say(number, ends) => engine.end_turn(number, &[], Some(ends)),
                 EngineStep::TakeHash(block) => engine.forget(block),
-                EngineStep::Wait(path, end) => engine.wait(&path, end),
+                EngineStep::Wait(path, rank, end) => engine.wait(&path, rank, end),
+                EngineStep::LookAgain(index) if !engine.waiting.is_empty() => engine.look_again(index),
                 EngineStep::StopWaiting(index) if !engine.waiting.is_empty() => engine.stop_waiting(index),
                 EngineStep::Undo(count) => {
                     // What is given back is free, in front, and has kept its hash; the policy knows it no longer.
@@ -366,7 +388,10 @@ proptest! {
                         engine.unknow(block);
                     }
                 }
-                EngineStep::End(..) | EngineStep::Share(_) | EngineStep::StopWaiting(_) => {}
+                EngineStep::End(..)
+                | EngineStep::Share(_)
+                | EngineStep::LookAgain(_)
+                | EngineStep::StopWaiting(_) => {}
             }
         }
         // Everything can be taken, each block once.

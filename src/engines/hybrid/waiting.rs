@@ -7,7 +7,7 @@
 //! *Cost.* A new queue costs the requests of the old one and of the new one, and a logarithm of their number for each.
 
 use super::{HybridTree, NodeHandle, NodeId, ROOT};
-use crate::engines::{QueueEnd, WaitingId};
+use crate::engines::{QueueEnd, WaitingId, WaitingRank};
 
 /// A request of a waiting queue, by what is known of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,7 +44,9 @@ impl HybridTree {
     /// assert_eq!(tree.evict_full(1).full, [EngineSlot::new(20)], "nothing is locked");
     /// ```
     pub fn set_waiting(&mut self, queue: &[WaitingRequest]) -> Vec<WaitingId> {
-        let Some(worth) = self.queue.worth() else { return vec![WaitingId::from(0); queue.len()] };
+        let Some(worth) = self.queue.worth() else {
+            return vec![WaitingId::new(WaitingRank::default(), 0); queue.len()];
+        };
         let needed_by = |request: &WaitingRequest| {
             let found = request.found.and_then(|node| self.at(node));
             let before = || worth.waiting.needed_by(request.known?).first().copied();
@@ -60,7 +62,7 @@ impl HybridTree {
         let requests = self.queue.worth_mut().map_or(Vec::new(), |worth| {
             worth.waiting.clear();
             let add = |id: Option<NodeId>| {
-                let request = worth.waiting.add(QueueEnd::Back);
+                let request = worth.waiting.add(WaitingRank::default(), QueueEnd::Back);
                 if let Some(id) = id {
                     worth.waiting.need(request, id);
                 }

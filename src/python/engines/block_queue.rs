@@ -9,7 +9,7 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 use crate::base::sync::lock;
 use crate::base::{BlockId, Error, Id, try_with_capacity, widen};
 use crate::cache::PolicyKind;
-use crate::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
+use crate::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks, WaitingId, WaitingRank};
 
 use super::block::{Block, BlockPlace, Objects, description_of, ownership_error};
 use super::block_map::BlockMap;
@@ -44,6 +44,13 @@ pub(in crate::python) struct BlockQueue {
 struct BlockArgs<'py> {
     own: Vec<BlockId>,
     others: Vec<Bound<'py, PyAny>>,
+}
+
+/// A request in the waiting queue: its rank, and its number among those of that rank.
+type Waiting = (i64, i64, i64);
+
+const fn waiting_id((priority, arrival, number): Waiting) -> WaitingId {
+    WaitingId::new(WaitingRank { priority, arrival }, number)
 }
 
 impl BlockQueue {
@@ -234,32 +241,50 @@ impl BlockQueue {
         Ok(())
     }
 
-    /// Adds a request at an end of the engine's waiting queue, for which blocks were found: they are taken after all others
-    /// with a hash, those of the last request first, until the request is removed. A block that several waiting requests
-    /// need counts as of the first of them in the queue. Without a policy nothing changes.
+    /// Adds a request to the engine's waiting queue, for which blocks were found: they are taken after all others with a hash,
+    /// those of the last request first, until the request is removed. A block that several waiting requests need counts as
+    /// of the first of them in the queue. Without a policy nothing changes.
     ///
     /// Args:
     ///     blocks: The blocks, in the order of the prompt. Those that no prompt has named are left out.
     ///     is_next: Whether the request is the next one, as after it was preempted, and not the last one.
+    ///     rank: Two numbers, such as a priority and a time of arrival, of a queue that is not served by arrival: the
+    ///         request is behind those of lower ranks, and is the next or the last one among those of the same.
     ///
     /// Returns:
-    ///     The number of the request in the queue: the lower, the earlier.
+    ///     The request in the queue: the rank, and a number, which is lower for earlier requests of that rank.
     ///
     /// Raises:
     ///     IndexOwnershipError: If a block is of another queue. Nothing is changed.
-    #[pyo3(signature = (blocks, *, is_next=false))]
-    fn add_waiting(&self, blocks: &Bound<'_, PyAny>, is_next: bool) -> PyResult<i64> {
+    #[pyo3(signature = (blocks, *, is_next=false, rank=(0, 0)))]
+    fn add_waiting(&self, blocks: &Bound<'_, PyAny>, is_next: bool, rank: (i64, i64)) -> PyResult<Waiting> {
         let numbers = self.numbers(blocks)?;
         let end = if is_next { QueueEnd::Front } else { QueueEnd::Back };
-        Ok(self.lock().add_waiting(&numbers, end).number())
+        let (priority, arrival) = rank;
+        let request = self.lock().add_waiting(&numbers, WaitingRank { priority, arrival }, end);
+        Ok((priority, arrival, request.number()))
+    }
+
+    /// Records that blocks were found, too, for a request that is in the waiting queue: others have computed them.
+    ///
+    /// Args:
+    ///     request: What `add_waiting` returned.
+    ///     blocks: The blocks, as in `add_waiting`. Those that were found before may be among them.
+    ///
+    /// Raises:
+    ///     IndexOwnershipError: If a block is of another queue. Nothing is changed.
+    fn extend_waiting(&self, request: Waiting, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
+        let numbers = self.numbers(blocks)?;
+        self.lock().extend_waiting(waiting_id(request), &numbers);
+        Ok(())
     }
 
     /// Removes a request from the waiting queue, because it runs now or does not go on.
     ///
     /// Args:
-    ///     request: The number that `add_waiting` returned. One that is not in the queue changes nothing.
-    fn remove_waiting(&self, request: i64) {
-        self.lock().remove_waiting(request.into());
+    ///     request: What `add_waiting` returned. One that is not in the queue changes nothing.
+    fn remove_waiting(&self, request: Waiting) {
+        self.lock().remove_waiting(waiting_id(request));
     }
 
     /// The object before the first free block.

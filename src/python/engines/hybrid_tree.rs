@@ -12,11 +12,11 @@ use crate::base::bounded::signed;
 use crate::base::sync::lock;
 use crate::base::{EngineSlot, Error, Id};
 use crate::cache::NodeHandle;
-use crate::engines::WaitingId;
 use crate::engines::hybrid::{
     Boundary, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, LockResult, NegativeSize, PageDigest,
     Part, StateConfig, StateRelease, Victim, WaitingRequest, WindowConfig, WindowRelease,
 };
+use crate::engines::{WaitingId, WaitingRank};
 
 use super::hybrid_names::name_of;
 use super::hybrid_results::{
@@ -318,7 +318,7 @@ impl HybridTree {
     #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
     fn set_waiting(&self, requests: Vec<(Option<i64>, Option<u64>)>) -> Vec<i64> {
         let request = |&(known, found): &(Option<i64>, Option<u64>)| WaitingRequest {
-            known: known.map(WaitingId::from),
+            known: known.map(|number| WaitingId::new(WaitingRank::default(), number)),
             found: found.map(handle_of),
         };
         let queue: Vec<WaitingRequest> = requests.iter().map(request).collect();

@@ -6,6 +6,7 @@ Taking, sharing and freeing blocks is `block_pool`'s part.
 from __future__ import annotations
 
 import os
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError
@@ -32,6 +33,10 @@ __all__ = ["EVICTION", "KvpoolKVCacheManager"]
 EVICTION = "KVPOOL_VLLM_EVICTION"
 """The environment variable that names the policy by which blocks are evicted."""
 
+
+_MOST = (1 << 63) - 1
+_AGAIN = 64
+"""How many waiting requests are looked up again in a step."""
 
 _BROKEN_OFF = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 
@@ -65,8 +70,11 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
         self._only: Any = managers[0] if len(managers) == 1 and is_plain(managers[0]) else None
         # What learns from requests; `None` with vLLM's own order.
         self._learner = self._evict_by(os.environ.get(EVICTION, "lru"))
-        # The numbers of waiting requests in its queue, by their names.
-        self._waiting: dict[str, int] = {}
+        # Waiting requests and their places in its queue, by name. Those in front were looked up longest ago.
+        self._waiting: dict[str, tuple[Request, tuple[int, int, int]]] = {}
+        self._waits_by_priority = False
+        # Whether more of other prompts was cached since some were looked up.
+        self._may_find_more = False
         count_unused = self.block_pool.free_block_queue.count_unused
         for manager in managers:
             manager._get_num_evictable_blocks = count_unused  # noqa: SLF001
@@ -85,11 +93,39 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
         pool.evict_by(policy, self._only.block_size)
         return pool.free_block_queue
 
-    def add_waiting(self, request: Request) -> None:
-        """Keep what a new request of the waiting queue will find, as long as other blocks can be taken."""
+    def add_waiting(self, request: Request, *, by_priority: bool) -> None:
+        """Keep what a new request of the waiting queue will find, as long as other blocks can be taken.
+
+        Args:
+            request: The request.
+            by_priority: Whether the queue is served by priority, and not by arrival alone.
+        """
+        self._waits_by_priority = by_priority
         if self._learner is not None and self.prefix_cache_lookup_enabled(request):
-            found: Any = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
-            self._waiting[request.request_id] = self._learner.add_waiting(found[0][0])
+            self._wait(request, self._learner, self._find(request))
+
+    def _wait(
+        self, request: Request, learner: BlockQueue, blocks: Sequence[Any], *, is_next: bool = False
+    ) -> None:
+        rank = (0, 0)
+        if self._waits_by_priority:
+            priority = min(max(request.priority, -_MOST), _MOST)
+            rank = (priority, int(request.arrival_time * 1e6))
+        self._waiting[request.request_id] = request, learner.add_waiting(blocks, is_next=is_next, rank=rank)
+
+    def _find(self, request: Request) -> Sequence[Any]:
+        found: Any = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        return found[0][0]  # type: ignore[no-any-return]
+
+    def new_step_starts(self) -> None:
+        """Begin a step. What others have cached since may be what waiting requests will find."""
+        super().new_step_starts()
+        if self._learner is None or not self._may_find_more:
+            return
+        self._may_find_more = False
+        for name in [*islice(self._waiting, _AGAIN)]:
+            request, place = self._waiting[name] = self._waiting.pop(name)
+            self._learner.extend_waiting(place, self._find(request))
 
     def allocate_slots(  # noqa: PLR0913, PLR0917 - vLLM's signature
         self,
@@ -137,6 +173,7 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
             if blocks is not None and learner is not None:
                 self._end_waiting(request, learner)
                 learner.look_up(request.num_tokens, turn and turn.session)
+                self._may_find_more = True
         finally:
             if learner is not None:
                 learner.set_user(None)
@@ -181,6 +218,9 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
     def _note(self, request: Request) -> None:
         """Note how far the request is quiet, after a step."""
         name = request.request_id
+        if request.num_computed_tokens < request.num_prompt_tokens:
+            # More of its prompt is cached.
+            self._may_find_more = True
         if self._only is not None:
             self._quiet_below[name] = self._quiet[0](name, 0)
         elif self._may_be_quiet:
@@ -211,13 +251,13 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
         if not request.is_finished():
             # It was preempted, and is the next one of the waiting queue, or what it waited for did not come.
             if self.prefix_cache_lookup_enabled(request):
-                self._waiting[name] = learner.add_waiting(blocks, is_next=True)
+                self._wait(request, learner, blocks, is_next=True)
         elif (turn := turn_of(request)) is not None:
             # Of a turn that was broken off is known that it was the last one, not what the session waits for.
             pause = None if request.status in _BROKEN_OFF else turn.pause
             learner.end_turn(turn.session, blocks, pause=pause, is_last=turn.is_last)
 
     def _end_waiting(self, request: Request, learner: BlockQueue) -> None:
-        number = self._waiting.pop(request.request_id, None)
-        if number is not None:
-            learner.remove_waiting(number)
+        waiting = self._waiting.pop(request.request_id, None)
+        if waiting is not None:
+            learner.remove_waiting(waiting[1])

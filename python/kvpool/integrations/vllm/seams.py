@@ -246,8 +246,10 @@ _TOKENS = {
 
 TOKENS: Seams = {
     f"{_CORE}.kv_cache_manager.KVCacheManager": {
+        "new_step_starts": "(self)",
         "prefix_cache_lookup_enabled": "(self, request)",
     },
+    f"{_CORE}.sched.request_queue.SchedulingPolicy": {},
     f"{_CORE}.sched.scheduler.Scheduler": _TOKENS,
     f"{_CORE}.sched.async_scheduler.AsyncScheduler": _TOKENS,
     f"{_CORE}.sched.scheduler.CachedRequestData": {},

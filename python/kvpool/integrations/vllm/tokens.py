@@ -15,6 +15,7 @@ VLLM.require(TOKENS)
 
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as _AsyncScheduler  # noqa: E402
+from vllm.v1.core.sched.request_queue import SchedulingPolicy  # noqa: E402
 from vllm.v1.core.sched.scheduler import CachedRequestData, check_stop  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler as _Scheduler  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
@@ -39,6 +40,7 @@ class _Tokens:
     """The methods that kvpool's schedulers have in the place of vLLM's."""
 
     kv_cache_manager: Any
+    policy: SchedulingPolicy
     requests: dict[str, Request]
     max_model_len: int
     num_prefill_lookahead: int
@@ -52,7 +54,8 @@ class _Tokens:
         own.add_request(request)
         # Not what goes on with a request that is there.
         if self.requests.get(request.request_id) is request:
-            self.kv_cache_manager.add_waiting(request)
+            by_priority = self.policy == SchedulingPolicy.PRIORITY
+            self.kv_cache_manager.add_waiting(request, by_priority=by_priority)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
