@@ -433,6 +433,25 @@ def test_with_a_policy_what_others_compute_for_a_waiting_request_is_kept(
 
 
 @pytest.mark.skipif(not IS_KNOWN, reason="vLLM's own scheduler tells of no waiting request")
+def test_with_a_policy_requests_are_looked_up_again_after_each_chunk_of_a_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sessions = Sessions("adaptive", monkeypatch, max_num_seqs=1, max_num_batched_tokens=64)
+    engine, some = sessions.engine, SamplingParams(max_tokens=20, ignore_eos=True)
+    for number in range(2):
+        engine.add_request(f"{number}", {"prompt_token_ids": unique(number, 161)}, some)
+    manager: KvpoolKVCacheManager = scheduler_of(engine).kv_cache_manager
+    with mock.patch.object(manager, "_find", wraps=manager._find) as find:
+        counts = []
+        for _ in range(10):
+            engine.step()
+            counts.append(find.call_count)
+    # Three steps compute the prompt, and those after them no more of it.
+    assert counts == [0, 1, 2, 3, 3, 3, 3, 3, 3, 3]
+    engine.engine_core.shutdown()
+
+
+@pytest.mark.skipif(not IS_KNOWN, reason="vLLM's own scheduler tells of no waiting request")
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_with_a_policy_requests_wait_in_the_order_of_the_scheduler(
     policy: str, monkeypatch: pytest.MonkeyPatch
