@@ -59,6 +59,7 @@ PRIVATE = {
     "integrations.sglang.tree_core": {"HybridFrees", "HybridStep", "HybridTree"},
     "integrations.sglang.tree_events": {"HybridTree"},
     "integrations.sglang.tree_owners": {"HybridTree"},
+    "integrations.sglang.waiting": {"HybridTree"},
     "integrations.vllm.hashing": {"BlockHasher"},
     "integrations.vllm.kv_cache_manager": {"BlockQueue"},
     "integrations.vllm.block_pool": {"Block", "BlockMap", "BlockQueue"},
