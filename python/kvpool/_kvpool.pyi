@@ -1807,7 +1807,8 @@ class HybridTree:
         act.
 
         Args:
-            tokens: Token ids, as in `match`.
+            tokens: Token ids, as in `match`. How many there are in all, those after `end` included, tells the policy "adaptive"
+                how much of the request is new.
             slots: One for each token at least.
             start: The position of the first token that counts.
             end: One past the position of the last one; `None` for all.
@@ -5419,7 +5420,8 @@ class BlockQueue:
             ConfigError: If there is no such policy, or the block size is 0, negative, or too large.
         """
     def look_up(self, tokens: int, session: Namespace = None) -> None:
-        """Tells the policy that a request has looked up a prompt: the time by which it counts.
+        """Tells the policy that a request has looked up a prompt: the time by which it counts. The request is compared to others
+        by what `set_user` has said was not found, so this comes before the next `set_user`.
 
         Args:
             tokens: Tokens of the prompt.
@@ -5433,9 +5435,9 @@ class BlockQueue:
 
         Args:
             session: The name of the session of which the request is a turn; `None` for none.
-            tokens: Tokens of its prompt; 0 if no prompt begins, so that blocks that are added are as new as those before
-                them.
-            found: Those of them that were found.
+            tokens: Tokens of its prompt, in each of the steps that compute it; 0 in others, in which blocks that are added are as
+                new as those before them.
+            found: Those of them that were found in the beginning.
         """
     def add_prompt(
         self, blocks: Iterable[Block], before: Block | None = None, session: Namespace = None

@@ -28,3 +28,8 @@ pub(crate) fn narrow(number: usize) -> u32 {
 pub(crate) fn int32(number: usize) -> i32 {
     i32::try_from(number).expect("indices were checked to fit int32 when the pool was made")
 }
+
+/// Converts a number of tokens of a prompt; a longer prompt counts as one of 2**32 - 1.
+pub(crate) fn saturated(tokens: usize) -> u32 {
+    u32::try_from(tokens).unwrap_or(u32::MAX)
+}

@@ -13,8 +13,6 @@ use super::{BlockKey, Policy, Remembered, Tick};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NewPages {
     pub(crate) pages: usize,
-    /// The number of their tokens in blocks that are whole, which the policy remembers.
-    pub(crate) in_blocks: u32,
     /// The policy's record of an earlier stay of the pages in the cache.
     pub(crate) remembered: Remembered,
     /// The hash of the prefix up to their end.
@@ -46,14 +44,11 @@ impl Published {
     }
 
     /// Adds pages, to the last segment if the policy remembers the same of them.
-    fn add(&mut self, new: NewPages) {
-        match self.segments.last_mut().filter(|last| last.remembered == new.remembered) {
-            _ if new.pages == 0 => (),
-            Some(last) => {
-                (last.pages, last.in_blocks) = (last.pages + new.pages, last.in_blocks + new.in_blocks);
-                last.hash = new.hash;
-            }
-            None => self.segments.push(new),
+    fn add(&mut self, pages: usize, remembered: Remembered, hash: RollingHash) {
+        match self.segments.last_mut().filter(|last| last.remembered == remembered) {
+            _ if pages == 0 => (),
+            Some(last) => (last.pages, last.hash) = (last.pages + pages, hash),
+            None => self.segments.push(NewPages { pages, remembered, hash }),
         }
     }
 }
@@ -92,14 +87,12 @@ pub(crate) fn record_published(
         policy.fetch(&mut keyed.iter().filter_map(|(.., end)| Some(end.as_ref()?.key())));
         for &(plain, hash, end) in &keyed {
             let mut tokens = narrow(plain * size.page);
-            let in_block = if end.is_some() { tokens } else { 0 };
-            published.add(NewPages { pages: plain, in_blocks: in_block, remembered: published.last(), hash });
+            published.add(plain, published.last(), hash);
             let mut remembered = Remembered::default();
             if let Some(hash) = end {
-                let page = narrow(size.page);
-                tokens += page;
+                tokens += narrow(size.page);
                 remembered = policy.record_publication(hash.key(), begin..begin + tokens, now);
-                published.add(NewPages { pages: 1, in_blocks: page, remembered, hash });
+                published.add(1, remembered, hash);
             } else {
                 policy.record_fragment(tokens, now);
             }

@@ -368,7 +368,7 @@ pub trait Policy: fmt::Debug + Send {
         Remembered::default()
     }
 
-    /// Records that `tokens` tokens of whole blocks have this history from now on, because they were published.
+    /// Records that `tokens` tokens have this history from now on, because they were published.
     fn record_new(&mut self, history: &History, tokens: u32) {
         let _ = (history, tokens);
     }

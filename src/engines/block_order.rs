@@ -54,6 +54,8 @@ struct KnownBlock {
     /// The session that alone has used it.
     user: Option<SessionId>,
     is_known: bool,
+    /// Whether its novelty is an estimate: nothing new of its request was known when it was used or added.
+    is_estimated: bool,
     /// Whether the policy, the ended blocks or the waiting ones have it.
     is_offered: bool,
 }
@@ -70,19 +72,19 @@ pub(super) struct NewBlock {
 /// Blocks of a prompt that begin their history.
 #[derive(Debug)]
 struct Added {
-    /// Each with what is remembered of it, and whether the policy will remember it.
-    blocks: Vec<(BlockId, Remembered, bool)>,
+    /// Each with what is remembered of it.
+    blocks: Vec<(BlockId, Remembered)>,
     /// The position of the first token of which nothing is remembered.
     new_from: Option<u32>,
 }
 
 impl Added {
     /// Adds blocks from the position `begin` on.
-    fn add(&mut self, blocks: &mut Vec<BlockId>, remembered: Remembered, begin: u32, is_remembered: bool) {
+    fn add(&mut self, blocks: &mut Vec<BlockId>, remembered: Remembered, begin: u32) {
         if remembered == Remembered::default() {
             self.new_from.get_or_insert(begin);
         }
-        self.blocks.extend(blocks.drain(..).map(|block| (block, remembered, is_remembered)));
+        self.blocks.extend(blocks.drain(..).map(|block| (block, remembered)));
     }
 }
 
@@ -122,6 +124,7 @@ impl BlockOrder {
             end: 0,
             user: None,
             is_known: false,
+            is_estimated: false,
             is_offered: false,
         };
         Self {
@@ -142,20 +145,22 @@ impl BlockOrder {
     /// Records that a prompt of `tokens` tokens was looked up, with which a turn of a session begins.
     pub(super) fn look_up(&mut self, tokens: u64, session: Option<SessionId>) {
         self.now = Tick::new(self.now.tokens().saturating_add(tokens));
-        self.policy.record_request(self.missing.end - self.missing.start);
+        self.policy.record_request(self.missing.end.saturating_sub(self.missing.start));
         if let Some(session) = session {
             self.sessions.begin_turn(session, self.now);
         }
     }
 
-    /// Sets the session of the request that uses blocks from now on, and the positions of its prompt that were not found.
+    /// Sets the session of the request that uses or adds blocks from now on, and the positions of its prompt that were not
+    /// found at first.
     pub(super) const fn set_user(&mut self, session: Option<SessionId>, missing: Range<u32>) {
         (self.user, self.missing) = (session, missing);
     }
 
-    /// Returns how many of the present request's tokens are new, if those before `position` are not.
-    fn novelty_from(&self, position: u32) -> Novelty {
-        self.policy.novelty(self.missing.end.saturating_sub(position))
+    /// Returns how many of the present request's tokens are new, if those before `position` are not. `None` if there is no
+    /// request.
+    fn novelty_from(&self, position: u32) -> Option<Novelty> {
+        (!self.missing.is_empty()).then(|| self.policy.novelty(self.missing.end.saturating_sub(position)))
     }
 
     /// Returns whether a block is known.
@@ -174,9 +179,9 @@ impl BlockOrder {
     ) {
         let mut before = before.filter(|&block| self.knows(block));
         let mut end = before.map_or(0, |block| self.at(block).end);
-        // What follows in later steps of a request is as new as its beginning.
-        let is_prompt = !self.missing.is_empty();
-        let earlier = before.filter(|_| !is_prompt).map(|block| self.at(block).history.novelty);
+        // What follows something new in later steps of a request is as new as that.
+        let is_decided = |block: &BlockId| self.missing.is_empty() || !self.at(*block).is_estimated;
+        let earlier = before.filter(is_decided).map(|block| self.at(block).history.novelty);
         let mut added = Added { new_from: None, blocks: Vec::new() };
         let mut waiting = Vec::new();
         for &NewBlock { block, key } in new {
@@ -193,7 +198,7 @@ impl BlockOrder {
                 let positions = end - self.tokens_of(&waiting)..end;
                 let begin = positions.start;
                 let remembered = self.policy.record_publication(key, positions, self.now);
-                added.add(&mut waiting, remembered, begin, true);
+                added.add(&mut waiting, remembered, begin);
             }
             let place = before.map(|block| self.place(block));
             if let Some(before) = before {
@@ -207,13 +212,13 @@ impl BlockOrder {
             before = Some(block);
         }
         self.record_fragment(&mut waiting, end, &mut added);
-        let novelty = earlier.unwrap_or_else(|| self.novelty_from(added.new_from.unwrap_or(end)));
-        for (block, remembered, is_remembered) in added.blocks {
+        let novelty_of_new = || self.novelty_from(added.new_from.unwrap_or(end));
+        let novelty = earlier.or_else(novelty_of_new).unwrap_or_default();
+        for (block, remembered) in added.blocks {
             let history = History::of_new(remembered, novelty, self.now);
-            if is_remembered {
-                self.policy.record_new(&history, self.tokens);
-            }
-            self.at_mut(block).history = history;
+            self.policy.record_new(&history, self.tokens);
+            let here = self.at_mut(block);
+            (here.history, here.is_estimated) = (history, earlier.is_none() && added.new_from.is_none());
         }
         // Most are in use. Those that an engine has freed before it names them are not.
         for &NewBlock { block, .. } in new {
@@ -226,8 +231,8 @@ impl BlockOrder {
         if !blocks.is_empty() {
             let tokens = self.tokens_of(blocks);
             self.policy.record_fragment(tokens, self.now);
-            let remembered = added.blocks.last().map_or(Remembered::default(), |&(_, last, _)| last);
-            added.add(blocks, remembered, end - tokens, false);
+            let remembered = added.blocks.last().map_or(Remembered::default(), |&(_, last)| last);
+            added.add(blocks, remembered, end - tokens);
         }
     }
 
@@ -243,9 +248,12 @@ impl BlockOrder {
             self.count_user(block, self.user);
             self.withdraw(block);
             let history = self.at(block).history;
-            let after = history.used_again(self.novelty_from(self.missing.start), self.now);
+            let novelty = self.novelty_from(self.missing.start).unwrap_or(history.novelty);
+            let after = history.used_again(novelty, self.now);
             self.policy.record_use(&history, &after, self.positions(block));
-            self.at_mut(block).history = after;
+            let is_estimated = !self.missing.is_empty();
+            let here = self.at_mut(block);
+            (here.history, here.is_estimated) = (after, is_estimated);
         }
     }
 
@@ -451,6 +459,8 @@ fn node(block: BlockId) -> NodeId {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Arc, Mutex};
+
     use super::*;
 
     #[test]
@@ -473,9 +483,9 @@ mod tests {
         assert_eq!(order.victim(), None);
     }
 
-    /// A policy that knows what is much.
-    #[derive(Debug)]
-    struct Known;
+    /// A policy that knows what is much, with the numbers of new tokens that it was told.
+    #[derive(Debug, Default)]
+    struct Known(Arc<Mutex<Vec<u32>>>);
 
     impl Policy for Known {
         fn insert(&mut self, _leaf: NodeId, _positions: Range<u32>, _history: &History, _now: Tick) {}
@@ -490,6 +500,11 @@ mod tests {
             0
         }
 
+        fn record_request(&mut self, new: u32) -> Novelty {
+            self.0.lock().expect("no test has failed").push(new);
+            self.novelty(new)
+        }
+
         fn novelty(&self, new: u32) -> Novelty {
             if new < 100 { Novelty::Low } else { Novelty::High }
         }
@@ -500,13 +515,33 @@ mod tests {
     }
 
     #[test]
+    fn what_is_new_of_a_request_may_be_known_late() {
+        let blocks: Vec<BlockId> = (0..4).map(BlockId::new).collect();
+        let new = [8, 9, 10, 11].map(BlockKey::new);
+        let new: Vec<_> = blocks.iter().zip(new).map(|(&block, key)| NewBlock { block, key }).collect();
+        let mut queue = EvictionQueue::full(4);
+        let mut order = BlockOrder::new(PolicyKind::Lru, blocks.len(), 64);
+        order.policy = Box::new(Known::default());
+        assert!(blocks.iter().all(|&block| queue.remove(block)));
+        // The first step adds a block that is remembered: of 192 tokens, 128 may be new. The second adds new ones.
+        order.set_user(None, 0..192);
+        order.add(None, &new[..1], None, &queue);
+        order.set_user(None, 0..160);
+        order.add(Some(blocks[0]), &new[1..2], None, &queue);
+        order.add(Some(blocks[1]), &new[2..3], None, &queue);
+        let novelty = |block: BlockId| order.at(block).history.novelty;
+        assert_eq!([0, 1, 2].map(|at| novelty(blocks[at])), [Novelty::High, Novelty::Low, Novelty::Low]);
+    }
+
+    #[test]
     fn blocks_are_as_new_as_their_request() {
         let blocks: Vec<BlockId> = (0..10).map(BlockId::new).collect();
         let new = |block: &BlockId| NewBlock { block: *block, key: BlockKey::new(block.number().into()) };
         let new: Vec<NewBlock> = blocks.iter().map(new).collect();
         let mut queue = EvictionQueue::full(10);
         let mut order = BlockOrder::new(PolicyKind::Lru, blocks.len(), 64);
-        order.policy = Box::new(Known);
+        let told = Known::default();
+        order.policy = Box::new(Known(Arc::clone(&told.0)));
         let novelties = |order: &BlockOrder, known: usize| {
             let is_high = |&block: &BlockId| order.at(block).history.novelty == Novelty::High;
             blocks[..known].iter().filter(|block| is_high(block)).count()
@@ -514,7 +549,9 @@ mod tests {
         assert!(blocks.iter().all(|&block| queue.remove(block)));
         // Later blocks of a request are as new as the first.
         order.set_user(None, 0..384);
-        order.add(None, &new[..5], None, &queue);
+        order.add(None, &new[..4], None, &queue);
+        order.look_up(384, None);
+        order.add(Some(blocks[3]), &new[4..5], None, &queue);
         order.set_user(None, 0..0);
         order.add(Some(blocks[4]), &new[5..6], None, &queue);
         assert_eq!(novelties(&order, 6), 6);
@@ -539,8 +576,19 @@ mod tests {
         // Of what this one misses, half is remembered.
         order.set_user(None, 448..576);
         order.add(Some(blocks[6]), &new[8..], None, &queue);
+        order.look_up(576, None);
         assert_eq!(order.at(blocks[8]).history.novelty, Novelty::Low);
         assert_eq!(order.at(blocks[9]).history.novelty, Novelty::Low);
+        // Of what is used or added without a request, nothing is known.
+        order.set_user(None, 0..0);
+        order.record_use(blocks[9]);
+        order.forget(blocks[9], &queue);
+        order.forget(blocks[8], &queue);
+        order.add(None, &new[9..], None, &queue);
+        assert_eq!(order.at(blocks[9]).history.novelty, Novelty::Middle);
+        order.record_use(blocks[0]);
+        assert_eq!(order.at(blocks[0]).history.novelty, Novelty::High);
+        assert_eq!(*told.0.lock().expect("no test has failed"), [384, 128]);
     }
 
     #[test]

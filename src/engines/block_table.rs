@@ -187,7 +187,7 @@ impl BlockTable {
     }
 
     /// Records that a prompt of `tokens` tokens was looked up: the time of the policy. With a session, a turn of it
-    /// begins.
+    /// begins. The request counts with what [`BlockTable::set_user`] has said is missing, so it comes before that is reset.
     pub fn look_up(&mut self, tokens: u64, session: Option<SessionId>) {
         if let Some(order) = &mut self.order {
             order.look_up(tokens, session);

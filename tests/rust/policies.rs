@@ -414,12 +414,13 @@ fn what_long_requests_leave_is_not_taken_for_what_short_ones_leave() {
 /// What a policy was told of pages: their positions, and how new the request was that used them.
 type Told = Arc<Mutex<Vec<(Range<u32>, Novelty)>>>;
 
-/// A policy that knows what is much, and remembers one block.
+/// A policy that knows what is much, and remembers all blocks.
 #[derive(Debug)]
 struct Thirds {
     told: Told,
     leaves: BTreeSet<NodeId>,
-    evicted: Option<BlockKey>,
+    evicted: Vec<BlockKey>,
+    requests: Arc<Mutex<Vec<u32>>>,
 }
 
 impl Policy for Thirds {
@@ -440,6 +441,11 @@ impl Policy for Thirds {
         0
     }
 
+    fn record_request(&mut self, new: u32) -> Novelty {
+        self.requests.lock().unwrap().push(new);
+        self.novelty(new)
+    }
+
     fn novelty(&self, new: u32) -> Novelty {
         match new {
             0..100 => Novelty::Low,
@@ -453,18 +459,24 @@ impl Policy for Thirds {
     }
 
     fn record_publication(&mut self, key: BlockKey, _positions: Range<u32>, _now: Tick) -> Remembered {
-        Remembered { uses: u32::from(self.evicted.take_if(|&mut evicted| evicted == key).is_some()) }
+        let known = self.evicted.iter().position(|&evicted| evicted == key);
+        Remembered { uses: u32::from(known.map(|at| self.evicted.remove(at)).is_some()) }
     }
 
     fn record_eviction(&mut self, key: BlockKey, _history: &History, _now: Tick) {
-        self.evicted = Some(key);
+        self.evicted.push(key);
     }
 }
 
 #[test]
 fn pages_are_as_new_as_the_request_that_used_them_last() {
-    let told = Told::default();
-    let policy = Thirds { told: told.clone(), leaves: BTreeSet::new(), evicted: None };
+    let (told, requests) = (Told::default(), Arc::default());
+    let policy = Thirds {
+        told: told.clone(),
+        leaves: BTreeSet::new(),
+        evicted: Vec::new(),
+        requests: Arc::clone(&requests),
+    };
     let mut tree = Tree::new(16, ResumeAt::AnyPage, Box::new(policy));
     let mut next = 0;
     let mut request = |tree: &mut Tree, tokens: i32, step: usize| {
@@ -489,4 +501,9 @@ fn pages_are_as_new_as_the_request_that_used_them_last() {
     // the last page of a block, by which the block is remembered.)
     let (low, middle, high) = ((0..640, Novelty::Low), Novelty::Middle, Novelty::High);
     assert_eq!(request(&mut tree, 832, 192), [low, (0..640, high), (752..832, middle)]);
+    // All of a prompt is remembered, and nothing new.
+    assert_eq!(tree.evict(52, cause).pages.len(), 52);
+    told.lock().unwrap().clear();
+    assert!(request(&mut tree, 832, 832).iter().all(|(_, novelty)| *novelty == Novelty::Low));
+    assert_eq!(*requests.lock().unwrap(), [640, 64, 192, 832]);
 }

@@ -60,6 +60,8 @@ const UNKNOWN: usize = USES * Novelty::ALL.len();
 /// own.
 const CLASSES: usize = UNKNOWN + 3;
 
+const _: () = assert!(levels::LEVELS as usize * CLASSES <= 128, "cohorts have a bit for each kind");
+
 /// Returns the class of a block with what is remembered of it; `None` if it is not used again.
 fn class(block: &Ghost) -> Option<usize> {
     match block.outlook {

@@ -1,5 +1,6 @@
 //! Finding a prefix, and locking it while it is in use.
 
+use crate::base::bounded::saturated;
 use crate::base::{Page, Result, try_collect_each, try_push, try_with_capacity, widen};
 use crate::index::PageList;
 
@@ -100,7 +101,7 @@ impl Tree {
             self.now = Tick::new(self.now.tokens() + tokens.count().max(1) as u64);
         }
         let found = place.map_or(0, |place| place.len);
-        let new = narrow(tokens.count() - found);
+        let new = saturated(tokens.count() - found);
         let policy = &mut self.queues.policy;
         let novelty = if is_use { policy.record_request(new) } else { policy.novelty(new) };
         let node = match end {

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use crate::base::bounded::saturated;
 use crate::base::{Page, Result, check_memory, widen};
 
 use super::{History, Hold, Kind, Node, NodeId, RollingHash, Tokens, Tree, TreePosition, narrow};
@@ -80,28 +81,34 @@ impl Tree {
         let mut is_author = hold.is_author && found.is_empty();
         let mut at = self.split_node(found.place);
         if !found.is_empty() {
+            // Others have published, or a tier has loaded, what was not found in the beginning.
+            if !hold.has_new {
+                let missing = hold.prompt_len.saturating_sub(found.place.len);
+                hold.novelty = self.queues.policy.novelty(saturated(missing));
+            }
             let previous = hold.node;
             self.move_hold(hold, at);
             self.touch(at, Some(previous), hold.session, hold.novelty);
         }
         self.record_stored(at, &tokens, pages);
         let Published { segments, new_from } = self.record_published(at, &tokens);
-        if let Some(new_from) = new_from.filter(|_| !hold.has_new) {
-            let end = hold.prompt_len.max(widen(self.node(at).end) + tokens.len());
-            hold.novelty = self.queues.policy.novelty(narrow(end - new_from));
-            hold.has_new = true;
+        if !tokens.is_empty() && !hold.has_new {
+            let end = widen(self.node(at).end) + tokens.len();
+            let new = hold.prompt_len.max(end) - new_from.unwrap_or(end);
+            hold.novelty = self.queues.policy.novelty(saturated(new));
+            hold.has_new = new_from.is_some();
         }
         // There is usually one segment, which takes over the vector without a copy.
         let is_one = segments.len() == 1;
         let (mut tokens, mut begin, mut pages) = (tokens, 0, pages);
-        for NewPages { pages: count, in_blocks, remembered, hash } in segments {
+        for NewPages { pages: count, remembered, hash } in segments {
             let (part, later_pages) = pages.split_at(count);
             let end = begin + count * self.page_size;
             let part_tokens =
                 if is_one { std::mem::take(&mut tokens).into() } else { Cow::Borrowed(&tokens[begin..end]) };
             (begin, pages) = (end, later_pages);
             let history = History::of_new(remembered, hold.novelty, self.now);
-            self.queues.policy.record_new(&history, in_blocks);
+            self.queues.policy.record_new(&history, narrow(count * self.page_size));
             let mut first = 0;
             if is_author && self.can_grow(at, &history) {
                 first = self.node(at).pages.len();

@@ -16,6 +16,8 @@ pub struct Insert {
     /// The number of tokens that the request has inserted before. Inserting them again does not count as a
     /// use.
     pub inserted: usize,
+    /// The number of tokens of the request's prompt, if more of them than these are known.
+    pub prompt: usize,
     /// The number of tokens whose window slots are freed already, a whole number of pages.
     pub window_freed: usize,
     /// The priority of new nodes. Nodes of higher priority are evicted later, with
@@ -216,7 +218,7 @@ impl HybridTree {
         if let Some(session) = insert.session.filter(|_| insert.inserted == 0) {
             self.begin_turn(session);
         }
-        let request = self.request(insert.session, limit, [insert.inserted, insert.found]);
+        let request = self.request(insert.session, limit.max(insert.prompt), [insert.inserted, insert.found]);
         let walk = Box::new(Insertion {
             phase: Phase::Walk,
             insert,

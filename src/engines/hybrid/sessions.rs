@@ -2,8 +2,8 @@
 //!
 //! *Cost.* A turn costs one look-up and a visit of the nodes that change.
 
-use super::worth::saturated;
 use super::{HybridTree, NodeHandle, NodeId, ROOT};
+use crate::base::bounded::saturated;
 use crate::cache::{Outlook, SessionId, beside_path};
 use crate::engines::AfterTurn;
 

@@ -17,7 +17,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::{HybridTree, Node, NodeHandle, NodeId, ROOT};
-use crate::base::bounded::narrow;
+use crate::base::bounded::{narrow, saturated};
 use crate::base::{Id, widen};
 use crate::cache::{
     BlockTokens, History, NamespaceHash, NewPages, Novelty, Outlook, PageAndBlock, Policy, PolicyKind,
@@ -33,6 +33,8 @@ pub(super) struct Past {
     hash: RollingHash,
     /// The session that alone has used it.
     pub(super) user: Option<SessionId>,
+    /// Whether its novelty is an estimate: nothing new of its request was known when it was used or added.
+    is_estimated: bool,
 }
 
 const _: () = assert!(size_of::<Past>() == 40, "the documented size");
@@ -42,10 +44,11 @@ const _: () = assert!(size_of::<Past>() == 40, "the documented size");
 pub(super) struct Request {
     /// The session of which it is a turn.
     pub(super) session: Option<SessionId>,
-    /// How much of it was not found, or is new, once it has added something that is.
+    /// The tokens of its prompt, as far as they are known.
+    tokens: usize,
+    /// How much of it was not found or, once that is known, is new.
     novelty: Novelty,
-    /// Whether it has.
-    has_new: bool,
+    is_estimated: bool,
 }
 
 /// The leaves in the order of a policy, and the histories of all nodes.
@@ -172,17 +175,18 @@ impl HybridTree {
         }
     }
 
-    /// Returns a request that inserts tokens, of which it has inserted the first `inserted` before, and at first found
-    /// `found`.
+    /// Returns a request with a prompt of `tokens` tokens, of which it has inserted the first `inserted` before, and at first
+    /// found `found`.
     pub(super) fn request(
         &mut self,
         session: Option<SessionId>,
         tokens: usize,
         [inserted, found]: [usize; 2],
     ) -> Request {
-        let mut request = Request { session, novelty: Novelty::default(), has_new: inserted > 0 };
+        let mut request =
+            Request { session, tokens, novelty: Novelty::default(), is_estimated: inserted == 0 };
         if let Some(worth) = self.queue.worth_mut().filter(|_| inserted == 0) {
-            request.novelty = worth.policy.record_request(narrow(tokens.saturating_sub(found)));
+            request.novelty = worth.policy.record_request(saturated(tokens.saturating_sub(found)));
         }
         request
     }
@@ -190,7 +194,8 @@ impl HybridTree {
     /// Records that a request goes on from a node that it has inserted before.
     pub(super) fn go_on(&self, request: &mut Request, id: NodeId) {
         if let Some(worth) = self.queue.worth() {
-            request.novelty = worth.past(id).history.novelty;
+            let Past { history, is_estimated, .. } = *worth.past(id);
+            (request.novelty, request.is_estimated) = (history.novelty, is_estimated);
         }
     }
 
@@ -207,7 +212,7 @@ impl HybridTree {
         let after = history.used_again(request.novelty, now);
         worth.policy.record_use(&history, &after, positions);
         let past = worth.past_mut(id);
-        past.history = after;
+        (past.history, past.is_estimated) = (after, request.is_estimated);
         past.user = past.user.filter(|&user| request.session == Some(user));
     }
 
@@ -227,20 +232,22 @@ impl HybridTree {
         let policy = worth.policy.as_mut();
         let Published { mut segments, new_from } =
             record_published(policy, &mut cursor, begin, &tokens, worth.size, now);
-        let novelty = match new_from {
-            Some(new_from) if !request.has_new => policy.novelty(narrow(end - new_from)),
-            _ => request.novelty,
+        let novelty = if request.is_estimated {
+            policy.novelty(saturated(request.tokens.max(end) - new_from.unwrap_or(end)))
+        } else {
+            request.novelty
         };
+        let is_estimated = request.is_estimated && new_from.is_none();
         let begin_history = |segment: &NewPages| {
             let history = History::of_new(segment.remembered, novelty, now);
-            policy.record_new(&history, segment.in_blocks);
+            policy.record_new(&history, saturated(segment.pages * worth.size.page));
             history
         };
         let histories: Vec<_> = segments.iter().map(begin_history).collect();
         let last = segments.pop().expect("a leaf has a page");
         worth.set_past(
             id,
-            Past { history: histories[segments.len()], hash: last.hash, user: request.session },
+            Past { history: histories[segments.len()], hash: last.hash, user: request.session, is_estimated },
         );
         for (segment, history) in segments.iter().zip(histories) {
             let front = self.split_node(id, segment.pages * self.config.page_size);
@@ -253,7 +260,8 @@ impl HybridTree {
     /// Gives `front`, which was split off from `id`, its part of the past. The caller queues `id` again.
     pub(super) fn split_history(&mut self, front: NodeId, id: NodeId) {
         let Some(worth) = self.queue.worth() else { return };
-        let Past { history, hash, user } = *worth.past(id);
+        let past = *worth.past(id);
+        let Past { hash, .. } = past;
         let (ahead, behind) = (self.node(front), self.node(id));
         let hash = if ahead.tokens.len() < behind.tokens.len() {
             let begin = ahead.end - ahead.tokens.len();
@@ -266,7 +274,7 @@ impl HybridTree {
             cursor.hash()
         };
         if let Some(worth) = self.queue.worth_mut() {
-            worth.set_past(front, Past { history, hash, user });
+            worth.set_past(front, Past { hash, ..past });
         }
         // The policy has a leaf by its positions.
         self.unqueue(id);
@@ -330,11 +338,6 @@ fn positions_of(node: &Node) -> Range<u32> {
     saturated(node.end - node.tokens.len())..saturated(node.end)
 }
 
-/// Converts a number of tokens of a prompt; a longer prompt counts as one of 2**32 - 1.
-pub(super) fn saturated(tokens: usize) -> u32 {
-    u32::try_from(tokens).unwrap_or(u32::MAX)
-}
-
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "a test fails where there is nothing to unwrap")]
 mod tests {
@@ -364,8 +367,10 @@ mod tests {
         leaves: BTreeMap<NodeId, (Range<u32>, History)>,
         evicted: HashMap<BlockKey, u32>,
         used: u64,
-        /// The tokens in blocks that were added, by their novelty.
+        /// The tokens that were added, by their novelty.
         begun: BTreeMap<u8, u64>,
+        /// The new tokens of each request, as far as it was known.
+        requests: Vec<u32>,
     }
 
     /// Evicts the least recently used leaf, and remembers every block.
@@ -399,6 +404,11 @@ mod tests {
 
         fn record_use(&mut self, _before: &History, _after: &History, positions: Range<u32>) {
             self.told().used += positions.len() as u64;
+        }
+
+        fn record_request(&mut self, new: u32) -> Novelty {
+            self.told().requests.push(new);
+            novelty(new)
         }
 
         fn novelty(&self, new: u32) -> Novelty {
@@ -445,9 +455,11 @@ mod tests {
         uses: BTreeMap<Pages, u32>,
         /// The session that alone has used a page.
         users: BTreeMap<Pages, Option<SessionId>>,
-        novelties: BTreeMap<Pages, Novelty>,
-        /// The tokens in blocks that were added, by their novelty.
+        /// How new the request of each page was that used it last, and whether that is an estimate.
+        novelties: BTreeMap<Pages, (Novelty, bool)>,
+        /// The tokens that were added, by their novelty.
         begun: BTreeMap<u8, u64>,
+        requests: Vec<u32>,
         /// The pages that are not used again.
         ended: BTreeSet<Pages>,
         tails: HashMap<SessionId, Pages>,
@@ -501,6 +513,7 @@ mod tests {
                 users: BTreeMap::new(),
                 novelties: BTreeMap::new(),
                 begun: BTreeMap::new(),
+                requests: Vec::new(),
                 ended: BTreeSet::new(),
                 tails: HashMap::new(),
                 slots: BTreeMap::new(),
@@ -532,8 +545,8 @@ mod tests {
         fn advance(&mut self, at: usize, more: usize) {
             let Request { name, ref path, session, inserted, locked, node, receipt } = self.running[at];
             let until = (inserted.max(locked) + more).min(path.len());
-            let path = path[..until].to_vec();
-            self.expect(name, &path, [inserted, locked], session);
+            let (path, whole) = (path[..until].to_vec(), path.len());
+            self.expect(name, &path, [inserted, locked, whole], session);
             let (space, prompt) = (namespace(name), tokens(&path));
             // Pages that were found have their slots; the others get new ones.
             let mut row = self.tree.slots_between(node, self.tree.root()).unwrap();
@@ -543,6 +556,7 @@ mod tests {
             let insert = Insert {
                 found: locked * PAGE,
                 inserted: inserted * PAGE,
+                prompt: whole * PAGE,
                 state: vec![EngineSlot::new(0)],
                 session,
                 ..Insert::default()
@@ -576,17 +590,21 @@ mod tests {
             &mut self,
             name: i64,
             path: &[u8],
-            [inserted, locked]: [usize; 2],
+            [inserted, locked, whole]: [usize; 3],
             session: Option<SessionId>,
         ) {
             let prefix = |end: usize| (name, path[..end].to_vec());
             self.inserted += u64::try_from((path.len().saturating_sub(inserted)) * PAGE).unwrap();
             let cached = (1..=path.len()).take_while(|&end| self.uses.contains_key(&prefix(end))).count();
-            let novelty_from = |page: usize| novelty(narrow((path.len() - page) * PAGE));
-            // Later insertions are as new as the first.
+            let new_behind = |page: usize| narrow((whole - page) * PAGE);
+            let novelty_from = |page: usize| novelty(new_behind(page));
+            if inserted == 0 {
+                self.requests.push(new_behind(locked));
+            }
+            // Later insertions are as new as earlier ones, once these have added something new.
             let earlier = inserted.checked_sub(1).map(|_| self.novelties[&prefix(inserted)]);
             for end in inserted + 1..=cached {
-                self.novelties.insert(prefix(end), earlier.unwrap_or_else(|| novelty_from(locked)));
+                self.novelties.insert(prefix(end), earlier.unwrap_or_else(|| (novelty_from(locked), true)));
                 *self.uses.get_mut(&prefix(end)).unwrap() += 1;
                 self.used += PAGE as u64;
                 let user = self.users.get_mut(&prefix(end)).unwrap();
@@ -607,14 +625,13 @@ mod tests {
                 self.uses.insert(prefix(end), last + 1);
                 self.users.insert(prefix(end), session);
             }
-            let new_from = new_from.unwrap_or(locked);
-            let novelty = earlier.unwrap_or_else(|| novelty_from(new_from));
+            let of_new = || (novelty_from(new_from.unwrap_or(path.len())), new_from.is_none());
+            let novelty = earlier.filter(|&(_, is_estimated)| !is_estimated).unwrap_or_else(of_new);
             for end in cached + 1..=path.len() {
                 self.novelties.insert(prefix(end), novelty);
             }
-            let in_blocks = (path.len() / 2 * 2).saturating_sub(cached) * PAGE;
             if path.len() > cached {
-                *self.begun.entry(novelty as u8).or_default() += in_blocks as u64;
+                *self.begun.entry(novelty.0 as u8).or_default() += ((path.len() - cached) * PAGE) as u64;
             }
         }
 
@@ -780,11 +797,11 @@ mod tests {
             let mut pages = 0;
             for id in self.tree.runs() {
                 let node = self.tree.node(id);
-                let Past { history, user, .. } = *worth.past(id);
+                let Past { history, user, is_estimated, .. } = *worth.past(id);
                 for slot in node.value(Part::Full).iter().step_by(PAGE) {
                     let page = &self.slots[slot];
                     assert_eq!((history.uses, user), (self.uses[page], self.users[page]), "{page:?}");
-                    assert_eq!(history.novelty, self.novelties[page], "{page:?}");
+                    assert_eq!((history.novelty, is_estimated), self.novelties[page], "{page:?}");
                     assert_eq!(history.outlook == Outlook::Ended, self.ended.contains(page), "{page:?}");
                     pages += 1;
                 }
@@ -797,7 +814,7 @@ mod tests {
             assert_eq!(pages, self.uses.len());
             assert_eq!(worth.now.tokens(), self.inserted);
             assert_eq!(told.used, self.used);
-            assert_eq!(told.begun, self.begun);
+            assert_eq!((&told.begun, &told.requests), (&self.begun, &self.requests));
             let mut remembered: Vec<_> = self.remembered.values().copied().collect();
             let mut keyed: Vec<_> = told.evicted.values().copied().collect();
             remembered.sort_unstable();

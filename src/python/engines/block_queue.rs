@@ -160,7 +160,8 @@ impl BlockQueue {
         Ok(())
     }
 
-    /// Tells the policy that a request has looked up a prompt: the time by which it counts.
+    /// Tells the policy that a request has looked up a prompt: the time by which it counts. The request is compared to others
+    /// by what `set_user` has said was not found, so this comes before the next `set_user`.
     ///
     /// Args:
     ///     tokens: Tokens of the prompt.
@@ -179,9 +180,9 @@ impl BlockQueue {
     ///
     /// Args:
     ///     session: The name of the session of which the request is a turn; `None` for none.
-    ///     tokens: Tokens of its prompt; 0 if no prompt begins, so that blocks that are added are as new as those before
-    ///         them.
-    ///     found: Those of them that were found.
+    ///     tokens: Tokens of its prompt, in each of the steps that compute it; 0 in others, in which blocks that are added are as
+    ///         new as those before them.
+    ///     found: Those of them that were found in the beginning.
     #[pyo3(signature = (session, tokens=0, found=0))]
     fn set_user(&self, session: Option<&Bound<'_, PyAny>>, tokens: u32, found: u32) -> PyResult<()> {
         let session = session.map(session_of).transpose()?;

@@ -201,7 +201,8 @@ impl HybridTree {
     /// act.
     ///
     /// Args:
-    ///     tokens: Token ids, as in `match`.
+    ///     tokens: Token ids, as in `match`. How many there are in all, those after `end` included, tells the policy "adaptive"
+    ///         how much of the request is new.
     ///     slots: One for each token at least.
     ///     start: The position of the first token that counts.
     ///     end: One past the position of the last one; `None` for all.
@@ -238,7 +239,8 @@ impl HybridTree {
     ) -> PyResult<HybridStep> {
         let (name, session) = (name_of(namespace)?, session.map(session_of).transpose()?);
         let state = state.map_or(Ok(Vec::new()), slots_in)?;
-        let insert = Insert { found, inserted, window_freed, priority, state, branch, session };
+        let prompt = tokens.len().unwrap_or(0).saturating_sub(start);
+        let insert = Insert { found, inserted, prompt, window_freed, priority, state, branch, session };
         with_slots(slots, |slots, count| {
             with_keys(tokens, start, end, |keys| {
                 if count < keys.count() {

@@ -294,6 +294,7 @@ impl Hybrid {
             || (self.config.state.is_some() && self.states.contains_key(&(name, tokens[..whole].to_vec())));
         let insert = Insert {
             found,
+            prompt: 0,
             inserted: source.below(tokens.len() + 1),
             window_freed,
             priority: source.within(-1, 1),

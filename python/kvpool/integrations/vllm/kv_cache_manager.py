@@ -73,6 +73,8 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
         # Waiting requests and their places in its queue, by name. Those in front were looked up longest ago.
         self._waiting: dict[str, tuple[Request, tuple[int, int, int]]] = {}
         self._waits_by_priority = False
+        # The tokens that were found for each request when it was admitted first, by name.
+        self._found: dict[str, int] = {}
         # Whether more of other prompts was cached since some were looked up.
         self._may_find_more = False
         count_unused = self.block_pool.free_block_queue.count_unused
@@ -160,17 +162,21 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
                         return self.empty_kv_cache_blocks
                     if self._only is not None:
                         return self._step(request, tokens, num_lookahead_tokens, quiet[1])
-        learner = None if new_computed_blocks is None else self._learner
-        turn = None if learner is None else turn_of(request)
+        name, begins, turn, found = request.request_id, new_computed_blocks is not None, None, 0
+        is_prompt = begins or request.num_computed_tokens < request.num_prompt_tokens
+        learner = self._learner if is_prompt else None
         if learner is not None:
-            learner.set_user(turn and turn.session, request.num_tokens, num_new_computed_tokens)
+            turn = turn_of(request) if begins else None
+            found = self._found.get(name, num_new_computed_tokens + num_external_computed_tokens)
+            learner.set_user(turn and turn.session, request.num_tokens, found)
         try:
             blocks = super().allocate_slots(
                 request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens,
                 num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, full_sequence_must_fit,
                 reserved_blocks, has_scheduled_reqs, skip_zeroing_group_ids,
             )  # fmt: skip
-            if blocks is not None and learner is not None:
+            if begins and blocks is not None and learner is not None:
+                self._found[name] = found
                 self._end_waiting(request, learner)
                 learner.look_up(request.num_tokens, turn and turn.session)
                 self._may_find_more = True
@@ -180,7 +186,7 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
         if blocks is not None and is_step:
             self._note(request)
         else:
-            self._quiet_below.pop(request.request_id, None)
+            self._quiet_below.pop(name, None)
         return blocks
 
     def _step(
@@ -252,7 +258,9 @@ class KvpoolKVCacheManager(KVCacheManager):  # type: ignore[misc]
             # It was preempted, and is the next one of the waiting queue, or what it waited for did not come.
             if self.prefix_cache_lookup_enabled(request):
                 self._wait(request, learner, blocks, is_next=True)
-        elif (turn := turn_of(request)) is not None:
+            return
+        self._found.pop(name, None)
+        if (turn := turn_of(request)) is not None:
             # Of a turn that was broken off is known that it was the last one, not what the session waits for.
             pause = None if request.status in _BROKEN_OFF else turn.pause
             learner.end_turn(turn.session, blocks, pause=pause, is_last=turn.is_last)

@@ -131,10 +131,10 @@ const USES_BITS: u32 = 6;
 /// The largest number of uses that is remembered.
 const MOST_USES: u32 = (1 << USES_BITS) - 1;
 
-/// The number of bits for the uses of a block and its novelty.
+/// The number of bits for the uses of a block and its novelty, behind which its outlook is.
 const OUTLOOK_AT: u32 = 8;
 
-/// The number of bits for these and its outlook.
+/// The number of bits for all three.
 const KNOWN_BITS: u32 = 11;
 
 /// The bits of a novelty.

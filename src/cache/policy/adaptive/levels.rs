@@ -9,7 +9,7 @@ use crate::cache::PrefillCost;
 
 /// The largest number of levels. A token of the last one saves eleven times as much as one of the first, or
 /// more.
-const LEVELS: i32 = 8;
+pub(super) const LEVELS: u32 = 8;
 
 /// The position of the token by which the first level is measured.
 const REFERENCE: u32 = 1024;
