@@ -451,6 +451,21 @@ def test_with_a_policy_requests_are_looked_up_again_after_each_chunk_of_a_prompt
     engine.engine_core.shutdown()
 
 
+def test_with_a_policy_each_step_of_a_prompt_says_what_was_not_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sessions = Sessions("adaptive", monkeypatch, max_num_batched_tokens=64)
+    chat = unique(0, 100)
+    sessions.found(chat)
+    manager: KvpoolKVCacheManager = scheduler_of(sessions.engine).kv_cache_manager
+    with mock.patch.object(manager, "_learner", mock.Mock(wraps=manager._learner)) as learner:
+        assert sessions.found([*chat, *unique(1, 141)]) == 96
+    told = [call.args for call in learner.set_user.call_args_list]
+    assert told == [(None, 241, 96), (None,)] * 3
+    assert not manager._found
+    sessions.engine.engine_core.shutdown()
+
+
 @pytest.mark.skipif(not IS_KNOWN, reason="vLLM's own scheduler tells of no waiting request")
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_with_a_policy_requests_wait_in_the_order_of_the_scheduler(

@@ -492,8 +492,8 @@ fn pages_are_as_new_as_the_request_that_used_them_last() {
         drop(tree.release(hold));
         std::mem::take(&mut *told.lock().unwrap())
     };
-    // The last step adds few tokens, but the request has many.
-    assert_eq!(request(&mut tree, 640, 320), [(0..640, Novelty::High)]);
+    // Each step adds few tokens, but the request has many.
+    assert_eq!(request(&mut tree, 640, 64), [(0..640, Novelty::High)]);
     assert_eq!(request(&mut tree, 704, 64), [(0..640, Novelty::Low), (640..704, Novelty::Low)]);
     let cause = Cause { pressure: Pressure::Alloc, at: Instant::now() };
     assert_eq!(tree.evict(4, cause).pages.len(), 4);
