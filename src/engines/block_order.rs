@@ -516,10 +516,10 @@ mod tests {
 
     #[test]
     fn what_is_new_of_a_request_may_be_known_late() {
-        let blocks: Vec<BlockId> = (0..4).map(BlockId::new).collect();
-        let new = [8, 9, 10, 11].map(BlockKey::new);
+        let blocks: Vec<BlockId> = (0..5).map(BlockId::new).collect();
+        let new = [8, 9, 10, 11, 12].map(BlockKey::new);
         let new: Vec<_> = blocks.iter().zip(new).map(|(&block, key)| NewBlock { block, key }).collect();
-        let mut queue = EvictionQueue::full(4);
+        let mut queue = EvictionQueue::full(5);
         let mut order = BlockOrder::new(PolicyKind::Lru, blocks.len(), 64);
         order.policy = Box::new(Known::default());
         assert!(blocks.iter().all(|&block| queue.remove(block)));
@@ -529,8 +529,13 @@ mod tests {
         order.set_user(None, 0..160);
         order.add(Some(blocks[0]), &new[1..2], None, &queue);
         order.add(Some(blocks[1]), &new[2..3], None, &queue);
-        let novelty = |block: BlockId| order.at(block).history.novelty;
-        assert_eq!([0, 1, 2].map(|at| novelty(blocks[at])), [Novelty::High, Novelty::Low, Novelty::Low]);
+        // Of another one all is new, also what its second step leaves.
+        order.set_user(None, 0..120);
+        order.add(None, &new[3..4], None, &queue);
+        order.add(Some(blocks[3]), &new[4..], None, &queue);
+        let (low, high) = (Novelty::Low, Novelty::High);
+        let novelty = |block: &BlockId| order.at(*block).history.novelty;
+        assert_eq!(blocks.iter().map(novelty).collect::<Vec<_>>(), [high, low, low, high, high]);
     }
 
     #[test]
