@@ -47,6 +47,7 @@ pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
 pub(crate) use node_arena::NodeArena;
 pub use node_arena::NodeHandle;
+pub(crate) use policy::RequestNovelty;
 pub use policy::{
     BlockKey, BlockTokens, History, Learned, MakePolicy, NodeId, Novelty, Outlook, Policy, PolicyKind,
     Remembered, Tick, Worth,

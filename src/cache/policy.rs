@@ -26,6 +26,7 @@ use std::fmt;
 use std::ops::Range;
 
 use super::PrefillCost;
+use crate::base::bounded::saturated;
 use crate::base::{Error, Id, Result};
 
 pub use adaptive::Learned;
@@ -161,6 +162,32 @@ pub enum Novelty {
 impl Novelty {
     /// Every novelty, by number.
     pub(crate) const ALL: [Self; 3] = [Self::Low, Self::Middle, Self::High];
+}
+
+/// How new a request is, as far as that is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct RequestNovelty {
+    pub(crate) level: Novelty,
+    /// Whether that is an estimate, because nothing new of the request is known yet. What was not found may be remembered.
+    pub(crate) is_estimate: bool,
+}
+
+impl RequestNovelty {
+    /// Returns what is known after the request, of `tokens` tokens or more, has published tokens up to `end`. Nothing is
+    /// remembered of those from `new_from` on, if there are any.
+    pub(crate) fn after_publication(
+        self,
+        policy: &dyn Policy,
+        tokens: usize,
+        end: usize,
+        new_from: Option<usize>,
+    ) -> Self {
+        if !self.is_estimate {
+            return self;
+        }
+        let new = tokens.max(end) - new_from.unwrap_or(end);
+        Self { level: policy.novelty(saturated(new)), is_estimate: new_from.is_none() }
+    }
 }
 
 /// The history of the pages of one node, which is the same for all of them.

@@ -28,8 +28,8 @@ use super::rare_cases::{fingerprint_mask, shared_len};
 use super::rolling_hash::{RollingHash, RollingHasher};
 use super::sessions::{SessionId, Sessions};
 use super::{
-    BlockTokens, History, Namespace, NamespaceHash, NodeHandle, NodeId, Novelty, Outlook, Policy, Tick,
-    Tokens,
+    BlockTokens, History, Namespace, NamespaceHash, NodeHandle, NodeId, Novelty, Outlook, Policy,
+    RequestNovelty, Tick, Tokens,
 };
 use counts::Counts;
 pub(crate) use edges::Edges;

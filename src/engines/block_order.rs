@@ -22,10 +22,11 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
+use crate::base::bounded::saturated;
 use crate::base::{BlockId, Id, widen};
 use crate::cache::{
-    BlockKey, BlockTokens, History, NodeId, Novelty, Outlook, Policy, PolicyKind, Remembered, SessionId,
-    Sessions, Tick, beside_path,
+    BlockKey, BlockTokens, History, NodeId, Novelty, Outlook, Policy, PolicyKind, Remembered, RequestNovelty,
+    SessionId, Sessions, Tick, beside_path,
 };
 
 use super::waiting_needs::WaitingNeeds;
@@ -55,7 +56,7 @@ struct KnownBlock {
     user: Option<SessionId>,
     is_known: bool,
     /// Whether its novelty is an estimate: nothing new of its request was known when it was used or added.
-    is_estimated: bool,
+    is_estimate: bool,
     /// Whether the policy, the ended blocks or the waiting ones have it.
     is_offered: bool,
 }
@@ -124,7 +125,7 @@ impl BlockOrder {
             end: 0,
             user: None,
             is_known: false,
-            is_estimated: false,
+            is_estimate: false,
             is_offered: false,
         };
         Self {
@@ -145,7 +146,7 @@ impl BlockOrder {
     /// Records that a prompt of `tokens` tokens was looked up, with which a turn of a session begins.
     pub(super) fn look_up(&mut self, tokens: u64, session: Option<SessionId>) {
         self.now = Tick::new(self.now.tokens().saturating_add(tokens));
-        self.policy.record_request(self.missing.end.saturating_sub(self.missing.start));
+        self.policy.record_request(saturated(self.missing.len()));
         if let Some(session) = session {
             self.sessions.begin_turn(session, self.now);
         }
@@ -155,12 +156,6 @@ impl BlockOrder {
     /// found at first.
     pub(super) const fn set_user(&mut self, session: Option<SessionId>, missing: Range<u32>) {
         (self.user, self.missing) = (session, missing);
-    }
-
-    /// Returns how many of the present request's tokens are new, if those before `position` are not. `None` if there is no
-    /// request.
-    fn novelty_from(&self, position: u32) -> Option<Novelty> {
-        (!self.missing.is_empty()).then(|| self.policy.novelty(self.missing.end.saturating_sub(position)))
     }
 
     /// Returns whether a block is known.
@@ -180,8 +175,11 @@ impl BlockOrder {
         let mut before = before.filter(|&block| self.knows(block));
         let mut end = before.map_or(0, |block| self.at(block).end);
         // What follows something new in later steps of a request is as new as that.
-        let is_decided = |block: &BlockId| self.missing.is_empty() || !self.at(*block).is_estimated;
-        let earlier = before.filter(is_decided).map(|block| self.at(block).history.novelty);
+        let (level, is_estimate) = before.map_or((Novelty::default(), true), |block| {
+            let here = self.at(block);
+            (here.history.novelty, here.is_estimate)
+        });
+        let so_far = RequestNovelty { level, is_estimate: is_estimate && !self.missing.is_empty() };
         let mut added = Added { new_from: None, blocks: Vec::new() };
         let mut waiting = Vec::new();
         for &NewBlock { block, key } in new {
@@ -212,13 +210,14 @@ impl BlockOrder {
             before = Some(block);
         }
         self.record_fragment(&mut waiting, end, &mut added);
-        let novelty_of_new = || self.novelty_from(added.new_from.unwrap_or(end));
-        let novelty = earlier.or_else(novelty_of_new).unwrap_or_default();
+        let (tokens, new_from) = (widen(self.missing.end), added.new_from.map(widen));
+        let RequestNovelty { level, is_estimate } =
+            so_far.after_publication(&*self.policy, tokens, widen(end), new_from);
         for (block, remembered) in added.blocks {
-            let history = History::of_new(remembered, novelty, self.now);
+            let history = History::of_new(remembered, level, self.now);
             self.policy.record_new(&history, self.tokens);
             let here = self.at_mut(block);
-            (here.history, here.is_estimated) = (history, earlier.is_none() && added.new_from.is_none());
+            (here.history, here.is_estimate) = (history, is_estimate);
         }
         // Most are in use. Those that an engine has freed before it names them are not.
         for &NewBlock { block, .. } in new {
@@ -248,12 +247,14 @@ impl BlockOrder {
             self.count_user(block, self.user);
             self.withdraw(block);
             let history = self.at(block).history;
-            let novelty = self.novelty_from(self.missing.start).unwrap_or(history.novelty);
+            // Without a request nothing else is known of it.
+            let is_prompt = !self.missing.is_empty();
+            let missing = saturated(self.missing.len());
+            let novelty = if is_prompt { self.policy.novelty(missing) } else { history.novelty };
             let after = history.used_again(novelty, self.now);
             self.policy.record_use(&history, &after, self.positions(block));
-            let is_estimated = !self.missing.is_empty();
             let here = self.at_mut(block);
-            (here.history, here.is_estimated) = (after, is_estimated);
+            (here.history, here.is_estimate) = (after, is_prompt);
         }
     }
 

@@ -4,11 +4,10 @@
 //! A *lifetime* of a block is the time from one use to the next. Lifetimes are counted by the class of the
 //! block (what is known of its next use, or else how often it was used, and how many tokens were new of the request
 //! that used it last: [`Novelties`]) and by their length, whether the block was still cached at the next use or only
-//! remembered ([`Ghosts`]). From these counts follows the *worth* of a
-//! block of a class and age: the most hits per unit of time that keeping it any longer can bring
-//! ([`Lifetimes`]), times what a hit saves at its position ([`Levels`]). Leaves are grouped into cohorts of the
-//! same class, level and about the same age ([`Cohorts`]). The oldest leaf of the cohort that is worth least is
-//! evicted.
+//! remembered ([`Ghosts`]). From these counts follows the *worth* of a block of a class and age: the most hits per unit of
+//! time that keeping it any longer can bring ([`Lifetimes`]), times what a hit saves at its position ([`Levels`]). Leaves
+//! are grouped into cohorts of the same class, level and about the same age ([`Cohorts`]). The oldest leaf of the cohort
+//! that is worth least is evicted.
 //!
 //! At the same time the policy estimates what least-recently-used eviction would have saved ([`Recency`]).
 //! While the cache saves less than that, apart from a small [`Margin`], and until the policy has learned

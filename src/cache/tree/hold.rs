@@ -5,7 +5,9 @@ use crate::base::{Page, Result, try_collect_each, try_push, try_with_capacity, w
 use crate::index::PageList;
 
 use super::evict::Evicted;
-use super::{Kind, Namespace, NodeId, Novelty, SessionId, Tick, Tokens, Tree, TreePosition, narrow};
+use super::{
+    Kind, Namespace, NodeId, Novelty, RequestNovelty, SessionId, Tick, Tokens, Tree, TreePosition, narrow,
+};
 
 /// A lock of a prefix: until [`Tree::release`] the prefix is not evicted.
 ///
@@ -26,10 +28,8 @@ pub struct Hold {
     pub(super) own_snapshot: Option<NodeId>,
     /// The session whose turn it is.
     pub(super) session: Option<SessionId>,
-    /// How much of the request was not found, or is new, once something was published that is.
-    pub(super) novelty: Novelty,
-    /// Whether something was.
-    pub(super) has_new: bool,
+    /// How new the request is.
+    pub(super) novelty: RequestNovelty,
 }
 
 impl Hold {
@@ -125,8 +125,7 @@ impl Tree {
             prompt_len,
             own_snapshot: None,
             session,
-            novelty,
-            has_new: false,
+            novelty: RequestNovelty { level: novelty, is_estimate: true },
         })
     }
 

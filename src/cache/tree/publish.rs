@@ -2,10 +2,11 @@
 
 use std::borrow::Cow;
 
-use crate::base::bounded::saturated;
 use crate::base::{Page, Result, check_memory, widen};
 
-use super::{History, Hold, Kind, Node, NodeId, RollingHash, Tokens, Tree, TreePosition, narrow};
+use super::{
+    History, Hold, Kind, Node, NodeId, RequestNovelty, RollingHash, Tokens, Tree, TreePosition, narrow,
+};
 use crate::cache::block_keys::{NewPages, PageAndBlock, Published, record_published};
 
 /// The tokens after a hold that others have cached already.
@@ -82,21 +83,15 @@ impl Tree {
         let mut at = self.split_node(found.place);
         if !found.is_empty() {
             // Others have published, or a tier has loaded, what was not found in the beginning.
-            if !hold.has_new {
-                let missing = hold.prompt_len.saturating_sub(found.place.len);
-                hold.novelty = self.queues.policy.novelty(saturated(missing));
-            }
+            hold.novelty = self.novelty_after(hold, found.place.len, None);
             let previous = hold.node;
             self.move_hold(hold, at);
-            self.touch(at, Some(previous), hold.session, hold.novelty);
+            self.touch(at, Some(previous), hold.session, hold.novelty.level);
         }
         self.record_stored(at, &tokens, pages);
         let Published { segments, new_from } = self.record_published(at, &tokens);
-        if !tokens.is_empty() && !hold.has_new {
-            let end = widen(self.node(at).end) + tokens.len();
-            let new = hold.prompt_len.max(end) - new_from.unwrap_or(end);
-            hold.novelty = self.queues.policy.novelty(saturated(new));
-            hold.has_new = new_from.is_some();
+        if !tokens.is_empty() {
+            hold.novelty = self.novelty_after(hold, widen(self.node(at).end) + tokens.len(), new_from);
         }
         // There is usually one segment, which takes over the vector without a copy.
         let is_one = segments.len() == 1;
@@ -107,7 +102,7 @@ impl Tree {
             let part_tokens =
                 if is_one { std::mem::take(&mut tokens).into() } else { Cow::Borrowed(&tokens[begin..end]) };
             (begin, pages) = (end, later_pages);
-            let history = History::of_new(remembered, hold.novelty, self.now);
+            let history = History::of_new(remembered, hold.novelty.level, self.now);
             self.queues.policy.record_new(&history, narrow(count * self.page_size));
             let mut first = 0;
             if is_author && self.can_grow(at, &history) {
@@ -126,6 +121,11 @@ impl Tree {
             // Nothing new: it is used as it is in a match.
             self.keep_use(at);
         }
+    }
+
+    /// Returns how new a request is after it has published tokens up to `end`.
+    fn novelty_after(&self, hold: &Hold, end: usize, new_from: Option<usize>) -> RequestNovelty {
+        hold.novelty.after_publication(&*self.queues.policy, hold.prompt_len, end, new_from)
     }
 
     /// Records the publication of new tokens after `node`. Divides them into segments by what the policy remembers of

@@ -278,9 +278,9 @@ impl Tree {
     ) -> Option<f64> {
         let (now, end) = (self.now, hold.len() + len);
         let history = if found.len() == len {
-            self.node(found.place.node).history.used_again(hold.novelty, now)
+            self.node(found.place.node).history.used_again(hold.novelty.level, now)
         } else {
-            History::of_new(Remembered::default(), hold.novelty, now)
+            History::of_new(Remembered::default(), hold.novelty.level, now)
         };
         let worth = self.queues.policy.worth(&history, now)?;
         let mut path = self.path(hold.node).filter(|&at| self.node(at).has_snapshot && at != replaced);

@@ -7,8 +7,7 @@
 //! of tokens that requests have inserted, those of a request counted once.
 //!
 //! *Invariant.* The policy, the ended leaves and those that waiting requests need are together exactly the queued leaves.
-//! The hash of a node is that of its
-//! namespace and of all tokens up to its end.
+//! The hash of a node is that of its namespace and of all tokens up to its end.
 //!
 //! *Cost.* An insertion hashes the tokens that it adds, an eviction those that it removes, and a split the shorter
 //! part. Memory: 40 bytes for each node number, 24 more once requests wait, and what the policy and the sessions need.
@@ -20,8 +19,8 @@ use super::{HybridTree, Node, NodeHandle, NodeId, ROOT};
 use crate::base::bounded::{narrow, saturated};
 use crate::base::{Id, widen};
 use crate::cache::{
-    BlockTokens, History, NamespaceHash, NewPages, Novelty, Outlook, PageAndBlock, Policy, PolicyKind,
-    Published, RollingHash, RollingHasher, SessionId, Sessions, Tick, record_published, visit_ends_back,
+    BlockTokens, History, NamespaceHash, NewPages, Outlook, PageAndBlock, Policy, PolicyKind, Published,
+    RequestNovelty, RollingHash, RollingHasher, SessionId, Sessions, Tick, record_published, visit_ends_back,
 };
 use crate::engines::waiting_needs::WaitingNeeds;
 
@@ -34,7 +33,7 @@ pub(super) struct Past {
     /// The session that alone has used it.
     pub(super) user: Option<SessionId>,
     /// Whether its novelty is an estimate: nothing new of its request was known when it was used or added.
-    is_estimated: bool,
+    is_estimate: bool,
 }
 
 const _: () = assert!(size_of::<Past>() == 40, "the documented size");
@@ -46,9 +45,7 @@ pub(super) struct Request {
     pub(super) session: Option<SessionId>,
     /// The tokens of its prompt, as far as they are known.
     tokens: usize,
-    /// How much of it was not found or, once that is known, is new.
-    novelty: Novelty,
-    is_estimated: bool,
+    novelty: RequestNovelty,
 }
 
 /// The leaves in the order of a policy, and the histories of all nodes.
@@ -183,19 +180,19 @@ impl HybridTree {
         tokens: usize,
         [inserted, found]: [usize; 2],
     ) -> Request {
-        let mut request =
-            Request { session, tokens, novelty: Novelty::default(), is_estimated: inserted == 0 };
+        let mut novelty = RequestNovelty::default();
         if let Some(worth) = self.queue.worth_mut().filter(|_| inserted == 0) {
-            request.novelty = worth.policy.record_request(saturated(tokens.saturating_sub(found)));
+            novelty.level = worth.policy.record_request(saturated(tokens.saturating_sub(found)));
+            novelty.is_estimate = true;
         }
-        request
+        Request { session, tokens, novelty }
     }
 
     /// Records that a request goes on from a node that it has inserted before.
     pub(super) fn go_on(&self, request: &mut Request, id: NodeId) {
         if let Some(worth) = self.queue.worth() {
-            let Past { history, is_estimated, .. } = *worth.past(id);
-            (request.novelty, request.is_estimated) = (history.novelty, is_estimated);
+            let Past { history, is_estimate, .. } = *worth.past(id);
+            request.novelty = RequestNovelty { level: history.novelty, is_estimate };
         }
     }
 
@@ -209,10 +206,11 @@ impl HybridTree {
         let positions = positions_of(self.node(id));
         let Some(worth) = self.queue.worth_mut() else { return };
         let (now, history) = (worth.now, worth.past(id).history);
-        let after = history.used_again(request.novelty, now);
+        let RequestNovelty { level, is_estimate } = request.novelty;
+        let after = history.used_again(level, now);
         worth.policy.record_use(&history, &after, positions);
         let past = worth.past_mut(id);
-        (past.history, past.is_estimated) = (after, request.is_estimated);
+        (past.history, past.is_estimate) = (after, is_estimate);
         past.user = past.user.filter(|&user| request.session == Some(user));
     }
 
@@ -232,14 +230,10 @@ impl HybridTree {
         let policy = worth.policy.as_mut();
         let Published { mut segments, new_from } =
             record_published(policy, &mut cursor, begin, &tokens, worth.size, now);
-        let novelty = if request.is_estimated {
-            policy.novelty(saturated(request.tokens.max(end) - new_from.unwrap_or(end)))
-        } else {
-            request.novelty
-        };
-        let is_estimated = request.is_estimated && new_from.is_none();
+        let RequestNovelty { level, is_estimate } =
+            request.novelty.after_publication(policy, request.tokens, end, new_from);
         let begin_history = |segment: &NewPages| {
-            let history = History::of_new(segment.remembered, novelty, now);
+            let history = History::of_new(segment.remembered, level, now);
             policy.record_new(&history, saturated(segment.pages * worth.size.page));
             history
         };
@@ -247,7 +241,7 @@ impl HybridTree {
         let last = segments.pop().expect("a leaf has a page");
         worth.set_past(
             id,
-            Past { history: histories[segments.len()], hash: last.hash, user: request.session, is_estimated },
+            Past { history: histories[segments.len()], hash: last.hash, user: request.session, is_estimate },
         );
         for (segment, history) in segments.iter().zip(histories) {
             let front = self.split_node(id, segment.pages * self.config.page_size);
@@ -350,7 +344,7 @@ mod tests {
 
     use super::*;
     use crate::base::EngineSlot;
-    use crate::cache::{BlockKey, Namespace, NodeHandle, Remembered};
+    use crate::cache::{BlockKey, Namespace, NodeHandle, Novelty, Remembered};
     use crate::engines::AfterTurn;
     use crate::engines::WaitingId;
     use crate::engines::hybrid::{
@@ -626,7 +620,7 @@ mod tests {
                 self.users.insert(prefix(end), session);
             }
             let of_new = || (novelty_from(new_from.unwrap_or(path.len())), new_from.is_none());
-            let novelty = earlier.filter(|&(_, is_estimated)| !is_estimated).unwrap_or_else(of_new);
+            let novelty = earlier.filter(|&(_, is_estimate)| !is_estimate).unwrap_or_else(of_new);
             for end in cached + 1..=path.len() {
                 self.novelties.insert(prefix(end), novelty);
             }
@@ -797,11 +791,11 @@ mod tests {
             let mut pages = 0;
             for id in self.tree.runs() {
                 let node = self.tree.node(id);
-                let Past { history, user, is_estimated, .. } = *worth.past(id);
+                let Past { history, user, is_estimate, .. } = *worth.past(id);
                 for slot in node.value(Part::Full).iter().step_by(PAGE) {
                     let page = &self.slots[slot];
                     assert_eq!((history.uses, user), (self.uses[page], self.users[page]), "{page:?}");
-                    assert_eq!((history.novelty, is_estimated), self.novelties[page], "{page:?}");
+                    assert_eq!((history.novelty, is_estimate), self.novelties[page], "{page:?}");
                     assert_eq!(history.outlook == Outlook::Ended, self.ended.contains(page), "{page:?}");
                     pages += 1;
                 }
