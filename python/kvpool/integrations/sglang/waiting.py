@@ -50,6 +50,8 @@ class WaitingRequests:
     def tell(self) -> None:
         """Tell the tree what has changed since the last call."""
         queue = self.queue()
+        if not queue and not self._numbers:
+            return
         names = [(req.rid, req.retraction_count) for req in queue]
         if names == [*self._numbers] and not self.may_find_more:
             return
