@@ -64,6 +64,7 @@ PAGES = (
             "PrefillCost",
             "Lease",
             "Session",
+            "WaitingRequest",
             "Load",
             "Fetch",
             "Published",

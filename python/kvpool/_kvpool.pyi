@@ -117,6 +117,7 @@ __all__ = [
     "Stored",
     "Tensor",
     "TokenToKVPoolAllocator",
+    "WaitingRequest",
     "_PageLocking",
     "_StoreCall",
     "_StoreQueue",
@@ -2682,6 +2683,22 @@ class PrefixCache(Pool):
         Raises:
             TypeError: If `name` is of another type.
         """
+    def add_waiting(
+        self, tokens: IndicesLike, *, namespace: Namespace = None, rank: int = 0
+    ) -> WaitingRequest:
+        """Adds a request to the engine's waiting queue: what it would find now is evicted after everything that is not retained,
+        until it is removed or dropped. Call it when a request arrives or is preempted, `WaitingRequest.update` now and then
+        while it waits, and `WaitingRequest.remove` once `match` has leased its prefix.
+
+        Args:
+            tokens: As in `match`. They are not kept.
+            namespace: As in `match`.
+            rank: Requests of a lower rank are served first; those of one rank in the order in which they were added.
+
+        Raises:
+            ArgumentError: As in `match`.
+            TypeError: As in `match`.
+        """
     def evict(self, tokens: SupportsIndex) -> int:
         """Evicts at least `tokens` tokens, or all that are evictable, and returns how many slots became free.
 
@@ -2969,6 +2986,43 @@ class Session:
         """
     def end(self) -> None:
         """Says that the session has ended: what only it has used is evicted first."""
+
+@final
+class WaitingRequest:
+    """A request in the engine's waiting queue: what it would find is evicted after everything that is not retained. Made by
+    `PrefixCache.add_waiting` or `ArenaPrefixCache.add_waiting`.
+
+    Nothing is locked: memory that is short still evicts it, the prefix of the last request in the queue first, and a request
+    that runs always finds room. What several requests need counts as of the first of them. With states, the snapshot from
+    which a request would resume is kept likewise. Tiers are not told.
+
+    Dropping it removes it from the queue. Clearing the allocator or the arena does not: the request needs nothing then until
+    it is updated.
+    """
+
+    @property
+    def length(self) -> int:
+        """Tokens that the request would have found when it was looked up last, in whole pages."""
+    @property
+    def rank(self) -> int:
+        """Its place in the queue: see `PrefixCache.add_waiting`."""
+    def update(self, tokens: IndicesLike) -> int:
+        """Looks the prompt up again, as others may have published more of it since. The request needs what it would find now.
+        It does not count as a use.
+
+        Args:
+            tokens: Token ids of the prompt, as in `PrefixCache.match`.
+
+        Returns:
+            Tokens that it would find, in whole pages.
+
+        Raises:
+            ArgumentError: If a token is outside of [0, 2**31).
+            StateError: If it was removed.
+            TypeError: If `tokens` are not ints.
+        """
+    def remove(self) -> None:
+        """Removes the request from the queue, because it runs now or does not go on. A second call does nothing."""
 
 @final
 class Published:
@@ -3583,6 +3637,20 @@ class ArenaPrefixCache(Pool):
 
         Raises:
             TypeError: If `name` is of another type.
+        """
+    def add_waiting(
+        self, token_ids: IndicesLike, *, namespace: Namespace = None, rank: int = 0
+    ) -> WaitingRequest:
+        """Adds a request to the engine's waiting queue: see `PrefixCache.add_waiting`.
+
+        Args:
+            token_ids: As in `match`. They are not kept.
+            namespace: As in `match`.
+            rank: Requests of a lower rank are served first; those of one rank in the order in which they were added.
+
+        Raises:
+            ArgumentError: If a token is outside of [0, 2**31).
+            TypeError: As in `match`.
         """
     def cached_len(
         self,

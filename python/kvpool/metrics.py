@@ -114,6 +114,7 @@ _CACHES: _Table = {
     "locked": _gauge("kvpool_prefix_locked_tokens", "Cached tokens with a lease"),
     "nodes": _gauge("kvpool_prefix_nodes", "Nodes of the tree of prefixes"),
     "snapshots": _gauge("kvpool_prefix_snapshots", "Snapshots of states"),
+    "waiting": _gauge("kvpool_prefix_waiting_requests", "Requests in the waiting queue"),
     "lookups": _counter("kvpool_prefix_lookups", "Look-ups of a prefix cache"),
     "hit_tokens": _counter("kvpool_prefix_hit_tokens", "Tokens that look-ups found"),
     "missed_tokens": _counter("kvpool_prefix_missed_tokens", "Tokens that look-ups did not find"),

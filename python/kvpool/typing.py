@@ -337,6 +337,7 @@ class PrefixStats(PoolStats):
         locked: Cached tokens that are in use.
         nodes: Nodes of the tree.
         snapshots: Snapshots of states.
+        waiting: Requests that wait: those of `add_waiting`.
     """
 
     lookups: int
@@ -351,6 +352,7 @@ class PrefixStats(PoolStats):
     locked: int
     nodes: int
     snapshots: int
+    waiting: int
 
 
 class ArenaPrefixStats(PoolStats):
@@ -373,6 +375,7 @@ class ArenaPrefixStats(PoolStats):
         evicted_units: Units that were evicted.
         nodes: Nodes of the tree.
         snapshots: Snapshots of states.
+        waiting: Requests that wait: those of `add_waiting`.
     """
 
     lookups: int
@@ -389,6 +392,7 @@ class ArenaPrefixStats(PoolStats):
     evicted_units: int
     nodes: int
     snapshots: int
+    waiting: int
 
 
 class TierStats(PoolStats):

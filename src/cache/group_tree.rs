@@ -31,7 +31,10 @@ use crate::base::{Id, KeyMap, Page, Result, StateSlot, widen};
 use crate::layout::{CacheLayout, Group, GroupKind, PrefixUnits};
 
 use super::tree::{Hold, ResumeAt, Tree, TreePosition, TreeStats};
-use super::{BlockTokens, CacheEvent, Cause, Namespace, PolicyKind, PrefillCost, SessionId, Tokens};
+use super::{
+    BlockTokens, CacheEvent, Cause, Namespace, PolicyKind, PrefillCost, SessionId, Tokens, WaitingId,
+    WaitingRank,
+};
 use blocks::Blocks;
 use events::UnitEvents;
 
@@ -290,6 +293,38 @@ impl GroupTree {
     /// Records that a session has ended: what only it has used is evicted first.
     pub fn end(&mut self, session: SessionId) {
         self.tree.end(session);
+    }
+
+    /// Adds a request that waits until it is served: see [`Tree::add_waiting`].
+    pub fn add_waiting(&mut self, rank: WaitingRank) -> WaitingId {
+        self.tree.add_waiting(rank)
+    }
+
+    /// Looks up what a waiting request would find: see [`Tree::look_up_waiting`].
+    ///
+    /// # Errors
+    /// See [`Tree::look_up_waiting`].
+    pub fn look_up_waiting(
+        &mut self,
+        request: WaitingId,
+        namespace: &Namespace,
+        tokens: &dyn Tokens,
+    ) -> Result<usize> {
+        let Self { tree, groups, page_size, step, blocks, .. } = self;
+        let rules = Rules { groups, page_size: *page_size, step: *step };
+        tree.look_up_waiting_at(request, namespace, tokens, |tree, place| {
+            tree.place_before(place, rules.usable(tree, blocks, place))
+        })
+    }
+
+    /// Removes a request that waits: see [`Tree::remove_waiting`].
+    pub fn remove_waiting(&mut self, request: WaitingId) {
+        self.tree.remove_waiting(request);
+    }
+
+    /// Lets the requests of `earlier`, which is no longer used, wait here, too. They need nothing until they are looked up.
+    pub(crate) fn keep_waiting_of(&mut self, earlier: &mut Self) {
+        self.tree.keep_waiting_of(&mut earlier.tree);
     }
 
     /// Works like [`Self::match_prefix`], and does not count as a use of the prefix.

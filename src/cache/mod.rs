@@ -11,6 +11,7 @@
 //! | names of nodes, for trees of engines | [`NodeHandle`] |
 //! | the order of eviction | [`Policy`], one small type each |
 //! | what a token is worth by its position | [`PrefillCost`] |
+//! | requests that wait, for which prefixes are kept | [`Tree::add_waiting`], [`WaitingId`], [`WaitingRank`] |
 //! | token ids of a caller, compared in place | [`Tokens`] |
 //! | users whose prefixes stay apart | [`Namespace`] |
 //! | the reasons for a miss | [`Tree::explain`], [`Segment`] |
@@ -35,6 +36,7 @@ mod rolling_hash;
 mod sessions;
 mod tokens;
 mod tree;
+mod waiting;
 
 pub(crate) use block_keys::{NewPages, PageAndBlock, Published, record_published, visit_ends_back};
 pub use group_tree::{
@@ -70,3 +72,5 @@ pub use tree::{
     OfferedPages, OfferedPieces, OfferedState, Pressure, ResumeAt, Segment, SegmentState, Tree, TreeStats,
     UsedRun, WritePolicy,
 };
+pub(crate) use waiting::WaitingNeeds;
+pub use waiting::{WaitingId, WaitingRank};

@@ -16,6 +16,7 @@ mod sessions;
 mod short_vec;
 mod snapshots;
 mod uses;
+mod waiting;
 
 use std::fmt;
 use std::hash::RandomState;
@@ -169,6 +170,8 @@ pub struct TreeStats {
     pub nodes: usize,
     /// The number of snapshots of states.
     pub snapshots: usize,
+    /// The number of requests that wait.
+    pub waiting: usize,
     /// The size of the bookkeeping in bytes.
     pub bytes: usize,
 }
@@ -296,6 +299,7 @@ impl Tree {
             locked: tokens(self.counts.locked),
             nodes: self.nodes.len() - self.roots.len(),
             snapshots: self.snapshots.len(),
+            waiting: self.waiting(),
             bytes: self.counts.heap_capacity * size_of::<u32>()
                 + self.nodes.bytes()
                 + self.edges.bytes()

@@ -26,11 +26,10 @@ use crate::base::bounded::saturated;
 use crate::base::{BlockId, Id, widen};
 use crate::cache::{
     BlockKey, BlockTokens, History, NodeId, Novelty, Outlook, Policy, PolicyKind, Remembered, RequestNovelty,
-    SessionId, Sessions, Tick, beside_path,
+    SessionId, Sessions, Tick, WaitingId, WaitingNeeds, WaitingRank, beside_path,
 };
 
-use super::waiting_needs::WaitingNeeds;
-use super::{EvictionQueue, QueueEnd, WaitingId, WaitingRank};
+use super::{EvictionQueue, QueueEnd};
 
 /// A block, and how many prompts it had held before: with another prompt it is another place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -266,7 +265,10 @@ impl BlockOrder {
         end: QueueEnd,
         queue: &EvictionQueue,
     ) -> WaitingId {
-        let request = self.waiting.add(rank, end);
+        let request = match end {
+            QueueEnd::Back => self.waiting.add(rank),
+            QueueEnd::Front => self.waiting.add_first(rank),
+        };
         self.extend_waiting(request, blocks, queue);
         request
     }

@@ -6,11 +6,11 @@ use std::sync::Mutex;
 
 use crate::base::sync::lock;
 use crate::base::{BlockId, Id, widen};
-use crate::cache::{BlockKey, PolicyKind, SessionId};
+use crate::cache::{BlockKey, PolicyKind, SessionId, WaitingId, WaitingRank};
 use crate::index::{BadFree, BadFrees};
 
 use super::block_order::{BlockOrder, NewBlock};
-use super::{BlockHash, EvictionQueue, QueueEnd, WaitingId, WaitingRank};
+use super::{BlockHash, EvictionQueue, QueueEnd};
 
 /// The hash of a block, and what it covers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -233,6 +233,26 @@ impl BlockTable {
     /// Adds a request to the engine's waiting queue, at an end of those of its rank, for which these blocks were found.
     /// They are taken after all others with a hash, those of the request at the back first, until the request is removed.
     /// A block that several waiting requests need counts as of the first of them in the queue.
+    ///
+    /// ```
+    /// use kvpool::cache::{PolicyKind, WaitingId, WaitingRank};
+    /// use kvpool::engines::{BlockTable, HashedBlocks, HashedTokens, QueueEnd};
+    /// let mut table = BlockTable::new(3);
+    /// table.evict_by(PolicyKind::Adaptive, 16);
+    /// let prompts = [b"a", b"b"].map(|hash| {
+    ///     table.look_up(16, None);
+    ///     let prompt = table.take(1).unwrap();
+    ///     table.set_hash(prompt[0], HashedTokens { hash: hash[..].into(), tokens: None });
+    ///     table.add_prompt(None, &prompt, None);
+    ///     table.release(&prompt, HashedBlocks::Last);
+    ///     prompt
+    /// });
+    /// let request: WaitingId = table.add_waiting(&[], WaitingRank::default(), QueueEnd::Back);
+    /// table.extend_waiting(request, &prompts[0]);
+    /// assert_eq!(table.take(2).unwrap()[1], prompts[1][0], "a waiting request needs the older prompt");
+    /// table.remove_waiting(request);
+    /// assert_eq!(table.take(1).unwrap(), prompts[0]);
+    /// ```
     pub fn add_waiting(&mut self, blocks: &[BlockId], rank: WaitingRank, end: QueueEnd) -> WaitingId {
         let Self { order, queue, .. } = self;
         let add = |order: &mut BlockOrder| order.add_waiting(blocks, rank, end, queue);

@@ -6,7 +6,7 @@
 //!
 //! | for | use | engine |
 //! |---|---|---|
-//! | blocks: their users, the order of free ones, their hashes | [`BlockTable`], [`EvictionQueue`], [`WaitingId`], [`WaitingRank`], [`BlockMap`], [`BlockBytes`], [`last_run`] | vLLM |
+//! | blocks: their users, the order of free ones, their hashes | [`BlockTable`], [`EvictionQueue`], [`BlockMap`], [`BlockBytes`], [`last_run`] | vLLM |
 //! | offloaded chunks by keys of the engine, which controls the transfers | [`OffloadTable`], [`OffloadOrder`] | vLLM |
 //! | nodes with values of several kinds of attention | [`hybrid`] | SGLang |
 //! | nodes with slots that the tree owns in an allocator | [`SlotTree`] | pymllm |
@@ -23,7 +23,6 @@ mod last_run;
 mod offload_order;
 mod offload_table;
 mod slot_tree;
-mod waiting_needs;
 
 pub use block_bytes::BlockBytes;
 pub use block_map::{BlockHash, BlockMap};
@@ -36,4 +35,3 @@ pub use offload_table::{
     OffloadTable, OffloadedChunk, StorePlan,
 };
 pub use slot_tree::{EvictedNodes, Inserted, NodePrefix, SlotNode, SlotTree, SlotTreeConfig, SlotTreeStats};
-pub use waiting_needs::{WaitingId, WaitingRank};

@@ -3,6 +3,7 @@
 mod cache_core;
 mod lease;
 mod leased;
+mod queue;
 mod store_link;
 mod tier_link;
 
@@ -432,6 +433,7 @@ impl Pool for ArenaPrefixCache {
             ("evicted_units", counts.evicted_units.iter().sum()),
             ("nodes", tree.nodes),
             ("snapshots", cache.groups.snapshots()),
+            ("waiting", tree.waiting),
             ("bytes", tree.bytes),
         ])
     }

@@ -41,6 +41,7 @@ mod stage;
 mod store;
 mod table_mirror;
 mod token_to_kv_pool_allocator;
+mod waiting_request;
 mod workspace;
 
 pub use arena_host_tier::{ArenaHostTier, ArenaHostTierConfig};
@@ -74,6 +75,7 @@ pub use shortage::{Obtainable, Reclaim};
 pub use slot_tensors::{GrantedSlots, OneSlot, TensorOrigin, Writes};
 pub use store::{Store, StoreTransfer};
 pub use token_to_kv_pool_allocator::{AllocatorConfig, Grant, Notice, OnNotice, TokenToKvPoolAllocator};
+pub use waiting_request::WaitingRequest;
 pub use workspace::{Workspace, WorkspaceConfig, give_back_segment, take_segment};
 
 use std::sync::Arc;

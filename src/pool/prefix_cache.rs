@@ -14,6 +14,7 @@ mod pages;
 mod pins;
 mod publish;
 mod put_queue;
+mod queue;
 mod released;
 mod request;
 mod stale;
@@ -510,6 +511,7 @@ impl Pool for PrefixCache {
             ("locked", tree.locked),
             ("nodes", tree.nodes),
             ("snapshots", tree.snapshots),
+            ("waiting", tree.waiting),
             ("bytes", tree.bytes),
         ])
     }

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::base::Error;
-use crate::cache::{GroupExplanation, GroupReason, LeasedUnits as PoolUnits, PolicyKind};
+use crate::cache::{GroupExplanation, GroupReason, LeasedUnits as PoolUnits, PolicyKind, WaitingRank};
 use crate::kernels::BufferInfo;
 use crate::layout::GroupKind;
 use crate::memory::Stream;
@@ -23,16 +23,18 @@ use super::arena_host_tier::ArenaHostTier;
 use super::args;
 use super::base_pool::{BasePool, PoolClass, PoolVisitor};
 use super::cache_arena::{CacheArena, flattened, name_of};
+use super::cache_object::CacheObject;
 use super::debug::Debug;
 use super::fetch::{Fetch, PoolFetch};
 use super::framework::current_stream;
 use super::page_keys::{self, digest, namespace_of, namespace_to_py};
 use super::pool_name::PoolName;
 use super::prefix_report::event_to_py;
-use super::session::{Session, SessionCache};
+use super::session::Session;
 use super::store_arg::lower_store;
 use super::tokens::with_tokens;
 use super::wait_polling;
+use super::waiting_request::WaitingRequest;
 
 /// Keeps the units of prompts and answers by their tokens, so that a request that begins like an earlier one does not
 /// compute them again: the prefix cache of a `CacheArena`, for every group of its layout.
@@ -97,8 +99,8 @@ impl ArenaPrefixCache {
     }
 }
 
-impl SessionCache for Py<ArenaPrefixCache> {
-    /// Returns any stream, because no call of a session enqueues anything.
+impl CacheObject for Py<ArenaPrefixCache> {
+    /// Returns any stream, because no call of a session or a waiting request enqueues anything.
     fn stream(&self, _py: Python<'_>) -> PyResult<Stream> {
         Ok(Stream::DEFAULT)
     }
@@ -186,6 +188,30 @@ impl ArenaPrefixCache {
     fn session(slf: &Bound<'_, Self>, name: Option<&Bound<'_, PyAny>>) -> PyResult<Session> {
         let session = slf.get().cache.session(page_keys::name_of("name", name)?);
         Ok(Session { session, cache: Box::new(slf.clone().unbind()) })
+    }
+
+    /// Adds a request to the engine's waiting queue: see `PrefixCache.add_waiting`.
+    ///
+    /// Args:
+    ///     token_ids: As in `match`. They are not kept.
+    ///     namespace: As in `match`.
+    ///     rank: Requests of a lower rank are served first; those of one rank in the order in which they were added.
+    ///
+    /// Raises:
+    ///     ArgumentError: If a token is outside of [0, 2**31).
+    ///     TypeError: As in `match`.
+    #[pyo3(signature = (token_ids, *, namespace=None, rank=0))]
+    fn add_waiting(
+        slf: &Bound<'_, Self>,
+        token_ids: &Bound<'_, PyAny>,
+        namespace: Option<&Bound<'_, PyAny>>,
+        rank: i64,
+    ) -> PyResult<WaitingRequest> {
+        let namespace = namespace_of(namespace)?;
+        let rank = WaitingRank { priority: rank, arrival: 0 };
+        let request =
+            with_tokens(token_ids, |tokens| Ok(slf.get().cache.add_waiting(&namespace, tokens, rank)?))?;
+        Ok(WaitingRequest { request, cache: Box::new(slf.clone().unbind()) })
     }
 
     /// Returns the length that `match` would find, without a lease and without refreshing it.

@@ -23,6 +23,7 @@ mod batch_planner;
 mod buffer_pool;
 mod cache_arena;
 mod cache_layout;
+mod cache_object;
 mod capsule;
 mod chunk_pool;
 mod debug;
@@ -57,6 +58,7 @@ mod tensor_cache;
 mod token_to_kv_pool_allocator;
 mod tokens;
 mod torch_allocator;
+mod waiting_request;
 mod workspace;
 
 use std::sync::{Arc, Mutex};
@@ -297,6 +299,8 @@ mod _kvpool {
     use super::tensor::Tensor;
     #[pymodule_export]
     use super::token_to_kv_pool_allocator::{FreeGroup, TokenToKvPoolAllocator};
+    #[pymodule_export]
+    use super::waiting_request::WaitingRequest;
     #[pymodule_export]
     use super::workspace::Workspace;
     #[pymodule_export]

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::base::{Device, Error};
-use crate::cache::{Namespace, PolicyKind, Tokens};
+use crate::cache::{Namespace, PolicyKind, Tokens, WaitingRank};
 use crate::index::CallGuard;
 use crate::memory::{Region, Stream};
 use crate::pool::{
@@ -22,6 +22,7 @@ use crate::pool::{
 
 use super::args::{self, Arg};
 use super::base_pool::{BasePool, PoolClass, PoolVisitor};
+use super::cache_object::CacheObject;
 use super::debug::Debug;
 use super::fetch::{Fetch, PoolFetch};
 use super::framework::current_stream;
@@ -30,10 +31,11 @@ use super::host_tier::HostTier;
 use super::page_keys::{digest, name_of, namespace_of};
 use super::pool_name::PoolName;
 use super::prefix_report::{Segment, event_to_py};
-use super::session::{Session, SessionCache};
+use super::session::Session;
 use super::store_arg::lower_store;
 use super::token_to_kv_pool_allocator::TokenToKvPoolAllocator;
 use super::tokens::with_tokens;
+use super::waiting_request::WaitingRequest;
 use super::{logging, wait_polling};
 
 pub(super) use lease::{Lease, Published};
@@ -93,7 +95,7 @@ pub(super) struct PrefixCache {
     device: Device,
 }
 
-impl SessionCache for Py<PrefixCache> {
+impl CacheObject for Py<PrefixCache> {
     fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
         self.get().stream(py)
     }
@@ -351,6 +353,32 @@ impl PrefixCache {
     fn session(slf: &Bound<'_, Self>, name: Option<&Bound<'_, PyAny>>) -> PyResult<Session> {
         let session = slf.get().cache.session(name_of("name", name)?);
         Ok(Session { session, cache: Box::new(slf.clone().unbind()) })
+    }
+
+    /// Adds a request to the engine's waiting queue: what it would find now is evicted after everything that is not retained,
+    /// until it is removed or dropped. Call it when a request arrives or is preempted, `WaitingRequest.update` now and then
+    /// while it waits, and `WaitingRequest.remove` once `match` has leased its prefix.
+    ///
+    /// Args:
+    ///     tokens: As in `match`. They are not kept.
+    ///     namespace: As in `match`.
+    ///     rank: Requests of a lower rank are served first; those of one rank in the order in which they were added.
+    ///
+    /// Raises:
+    ///     ArgumentError: As in `match`.
+    ///     TypeError: As in `match`.
+    #[pyo3(signature = (tokens, *, namespace=None, rank=0))]
+    fn add_waiting(
+        slf: &Bound<'_, Self>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Option<&Bound<'_, PyAny>>,
+        rank: i64,
+    ) -> PyResult<WaitingRequest> {
+        let (this, namespace) = (slf.get(), namespace_of(namespace)?);
+        let (rank, stream) = (WaitingRank { priority: rank, arrival: 0 }, this.stream(slf.py())?);
+        let request =
+            with_tokens(tokens, |tokens| Ok(this.cache.add_waiting(&namespace, tokens, rank, stream)?))?;
+        Ok(WaitingRequest { request, cache: Box::new(slf.clone().unbind()) })
     }
 
     /// Evicts at least `tokens` tokens, or all that are evictable, and returns how many slots became free.

@@ -4,19 +4,10 @@ use pyo3::PyTraverseError;
 use pyo3::gc::PyVisit;
 use pyo3::prelude::*;
 
-use crate::memory::Stream;
 use crate::pool::Session as PoolSession;
 
+use super::cache_object::CacheObject;
 use super::page_keys::namespace_to_py;
-
-/// The Python object of a cache that has sessions.
-pub(super) trait SessionCache: Send + Sync {
-    /// Returns the stream of a call of a session.
-    fn stream(&self, py: Python<'_>) -> PyResult<Stream>;
-
-    /// Shows the object to the garbage collector.
-    fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError>;
-}
 
 /// The turns of one conversation or agent, which tell a prefix cache what comes back: the newest turn, after a
 /// pause, or nothing. Made by `PrefixCache.session` or
@@ -36,7 +27,7 @@ pub(super) trait SessionCache: Send + Sync {
 #[pyclass(frozen, module = "kvpool", name = "Session", weakref)]
 pub(super) struct Session {
     pub(super) session: PoolSession,
-    pub(super) cache: Box<dyn SessionCache>,
+    pub(super) cache: Box<dyn CacheObject>,
 }
 
 #[pymethods]

@@ -670,3 +670,37 @@ def test_a_session_keeps_its_cache_no_longer_than_it_lives() -> None:
     del session
     gc.collect()
     assert reference() is None
+
+
+# Requests that wait
+
+
+def test_what_a_waiting_request_needs_goes_last_of_all_groups() -> None:
+    cache = make(full(), window(9), state())
+    old, new = list(range(16)), list(range(100, 116))
+    compute(cache, old)
+    compute(cache, new)
+    request = cache.add_waiting([*old, 99], rank=2)
+    assert (request.length, request.rank, cache.stats()["waiting"]) == (16, 2, 1)
+    while cache.cached_len(new):
+        assert cache.arena.alloc({"full": 1, "state": 1}) is not None
+        assert cache.cached_len(old) == 16
+    # Nothing is locked.
+    while cache.cached_len(old):
+        assert cache.arena.alloc({"full": 1, "state": 1}) is not None
+    cache.verify()
+
+
+def test_a_clear_of_the_arena_does_not_end_the_wait() -> None:
+    cache = make(full())
+    compute(cache, list(range(16)))
+    request = cache.add_waiting(list(range(16)))
+    cache.arena.clear()
+    assert (request.update(list(range(16))), cache.stats()["waiting"]) == (0, 1)
+    compute(cache, list(range(8)))
+    assert request.update(list(range(16))) == request.length == 8
+    del request
+    assert cache.stats()["waiting"] == 0
+    with pytest.raises(ArgumentError, match="-1"):
+        cache.add_waiting([-1])
+    assert cache.stats()["waiting"] == 0

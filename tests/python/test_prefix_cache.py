@@ -135,6 +135,7 @@ def test_stats_count_tokens_of_lookups_and_of_the_tree() -> None:
         "locked": 0,
         "nodes": 1,
         "snapshots": 0,
+        "waiting": 0,
     }
 
 

@@ -5,10 +5,10 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use kvpool::base::{BlockId, Id, widen};
-use kvpool::cache::{PolicyKind, SessionId};
+use kvpool::cache::{PolicyKind, SessionId, WaitingId, WaitingRank};
 use kvpool::engines::{
     AfterTurn, BlockBytes, BlockHash, BlockMap, BlockTable, EvictionQueue, HashedBlocks, HashedTokens,
-    NotTaken, QueueEnd, RunEnds, TakenBlocks, WaitingId, WaitingRank, last_run,
+    NotTaken, QueueEnd, RunEnds, TakenBlocks, last_run,
 };
 use proptest::prelude::*;
 

@@ -10,6 +10,7 @@ use super::{
     History, Kind, Namespace, Node, NodeId, Outlook, PageHash, Policy, RollingHash, ShortVec, Tick, Tree,
     is_below,
 };
+use crate::cache::WaitingNeeds;
 use crate::cache::block_keys::visit_ends_back;
 
 /// The number of entries in the histogram of ages: one for each power of two of tokens.
@@ -36,8 +37,10 @@ pub(super) struct Queues {
     /// The leaves that will not be used again, which are evicted before those of the policy: the least recently used
     /// first.
     ended: BTreeSet<(Tick, NodeId)>,
-    /// The leaves with a priority, which are evicted only when the policy has none: the lowest priority
-    /// first, then the least recently used.
+    /// The nodes that waiting requests need. The leaves among them are evicted when the policy has none.
+    pub(super) waiting: WaitingNeeds<NodeId>,
+    /// The leaves with a priority, which are evicted only when there are no others: the lowest priority first, then the
+    /// least recently used.
     retained: BTreeSet<(u8, Tick, NodeId)>,
     /// The leaf that was evicted last, and the leaves after it that were prefetched because they will
     /// probably be evicted next, in this order.
@@ -46,12 +49,19 @@ pub(super) struct Queues {
 
 impl Queues {
     pub(super) fn new(policy: Box<dyn Policy>) -> Self {
-        Self { policy, ended: BTreeSet::new(), retained: BTreeSet::new(), upcoming: VecDeque::new() }
+        Self {
+            policy,
+            ended: BTreeSet::new(),
+            waiting: WaitingNeeds::default(),
+            retained: BTreeSet::new(),
+            upcoming: VecDeque::new(),
+        }
     }
 
     pub(super) fn bytes(&self) -> usize {
         self.policy.bytes()
             + self.ended.len() * size_of::<(Tick, NodeId)>()
+            + self.waiting.bytes()
             + self.retained.len() * size_of::<(u8, Tick, NodeId)>()
     }
 }
@@ -108,11 +118,12 @@ impl Tree {
     /// Returns the leaf to evict next, after [`Self::record_shortage`].
     pub(super) fn next_leaf(&mut self) -> Option<NextLeaf> {
         let now = self.now;
-        let Queues { policy, ended, retained, .. } = &mut self.queues;
+        let Queues { policy, ended, waiting, retained, .. } = &mut self.queues;
         let ended = ended.first().map(|&(.., leaf)| leaf);
         let of_policy = if ended.is_none() { policy.victim(now) } else { None };
+        let needed = || waiting.offered().next();
         let retained = || retained.first().map(|&(.., leaf)| leaf);
-        let leaf = ended.or(of_policy).or_else(retained)?;
+        let leaf = ended.or(of_policy).or_else(needed).or_else(retained)?;
         Some(NextLeaf { leaf, is_of_policy: of_policy.is_some() })
     }
 
@@ -232,6 +243,7 @@ impl Tree {
     pub(super) fn remove(&mut self, leaf: NodeId, evicted: &mut Evicted) {
         self.unqueue(leaf);
         self.move_tail_up(leaf);
+        self.move_needs_up(leaf);
         self.unlink(leaf);
         self.drop_snapshot(leaf, evicted);
         let is_pinned = self.is_pinned(leaf);
@@ -331,6 +343,8 @@ impl Tree {
         let positions = end - super::narrow(tokens.len())..end;
         if history.priority > 0 {
             self.queues.retained.insert((history.priority, history.used, id));
+        } else if self.queues.waiting.needs(id) {
+            self.queues.waiting.offer(id);
         } else if history.outlook == Outlook::Ended {
             self.queues.ended.insert((history.used, id));
         } else {
@@ -347,6 +361,8 @@ impl Tree {
         }
         if history.priority > 0 {
             self.queues.retained.remove(&(history.priority, history.used, id));
+        } else if self.queues.waiting.needs(id) {
+            self.queues.waiting.withdraw(id);
         } else if history.outlook == Outlook::Ended {
             self.queues.ended.remove(&(history.used, id));
         } else {

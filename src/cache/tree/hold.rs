@@ -245,7 +245,12 @@ impl Tree {
     /// the root.
     pub(super) fn last_snapshot(&self, place: TreePosition) -> NodeId {
         let is_whole = place.pages == self.node(place.node).pages.len();
-        let mut at = if is_whole { place.node } else { self.node(place.node).parent };
+        self.last_snapshot_of(if is_whole { place.node } else { self.node(place.node).parent })
+    }
+
+    /// Returns the deepest node on the path to `node` that has a snapshot. If there is none, returns the root.
+    pub(super) fn last_snapshot_of(&self, node: NodeId) -> NodeId {
+        let mut at = node;
         while self.node(at).kind == Kind::Run && !self.node(at).has_snapshot {
             at = self.node(at).parent;
         }

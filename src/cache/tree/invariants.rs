@@ -33,6 +33,7 @@ impl Tree {
             .or_else(|| self.broken_pages(&ids))
             .or_else(|| self.broken_sums(&ids))
             .or_else(|| self.broken_snapshot())
+            .or_else(|| self.broken_needs())
     }
 
     /// Checks that the flags of a node for the queue and for a snapshot are right.

@@ -142,7 +142,7 @@ impl Tree {
     fn can_grow(&self, node: NodeId, history: &History) -> bool {
         let here = self.node(node);
         let is_alone = (here.children, here.locks) == (0, 1);
-        let is_plain = !here.has_snapshot && !self.is_pinned(node);
+        let is_plain = !here.has_snapshot && !self.is_pinned(node) && !self.queues.waiting.needs(node);
         here.kind == Kind::Run
             && is_alone
             && is_plain

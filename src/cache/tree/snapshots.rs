@@ -94,6 +94,8 @@ enum SnapshotRank {
     Superseded,
     /// It is the last snapshot of its request.
     Last,
+    /// A waiting request will resume from it.
+    Needed,
 }
 
 impl Snapshots {
@@ -159,10 +161,6 @@ impl Snapshots {
             self.superseded += usize::from(snapshot.rank != SnapshotRank::Superseded);
             snapshot.rank = SnapshotRank::Superseded;
         }
-    }
-
-    const fn has_superseded(&self) -> bool {
-        self.superseded > 0
     }
 }
 
@@ -240,7 +238,8 @@ impl Tree {
     }
 
     /// Evicts a snapshot, to make place for a later one of `hold`. In this order: a superseded one, the one that
-    /// the later one will supersede, and the one of the lowest value, which may be that at the end of the hold.
+    /// the later one will supersede, and the one of the lowest value, which may be that at the end of the hold. Those
+    /// that waiting requests need go after all others.
     /// Snapshots at which other leases end are not evicted.
     ///
     /// Returns `None` if there is none. If the later one is only `offered`, for a number of tokens behind the hold of
@@ -250,8 +249,9 @@ impl Tree {
         hold: &mut Hold,
         offered: Option<(&FoundPrefix, usize)>,
     ) -> Option<StateSlot> {
-        if !self.snapshots.has_superseded()
-            && let Some(own) = hold.own_snapshot.filter(|&own| self.is_alone_at(own, hold))
+        let is_free = |own: &NodeId| self.is_alone_at(*own, hold) && !self.queues.waiting.needs(*own);
+        if !self.has_superseded()
+            && let Some(own) = hold.own_snapshot.filter(is_free)
         {
             hold.own_snapshot = None;
             return self.remove_snapshot(own);
@@ -288,6 +288,14 @@ impl Tree {
         Some(LIKELY * worth * self.queues.policy.saved(positions))
     }
 
+    /// Returns whether there is a superseded snapshot that no waiting request needs.
+    fn has_superseded(&self) -> bool {
+        let is_superseded = |(&node, one): (&NodeId, &Snapshot)| {
+            one.rank == SnapshotRank::Superseded && !self.queues.waiting.needs(node)
+        };
+        self.snapshots.superseded > 0 && self.snapshots.by_node.iter().any(is_superseded)
+    }
+
     /// Returns the snapshot to evict next, of those that are unused and `own`, behind which another one follows, with
     /// its rank and its value for the memory that it frees: of the lowest rank, the one of the lowest value; of several,
     /// the one used least recently, then the one nearest to the root.
@@ -313,7 +321,11 @@ impl Tree {
             let saved = queues.policy.saved(snapshots.positions(snapshot.above, snapshot.end));
             // What a session has given up goes first, as its pages do.
             let is_over = is_last && history.outlook == Outlook::Ended;
-            let rank = if is_over { SnapshotRank::Superseded } else { snapshot.rank };
+            let rank = match snapshot.rank {
+                _ if queues.waiting.needs(node) => SnapshotRank::Needed,
+                _ if is_over => SnapshotRank::Superseded,
+                rank => rank,
+            };
             let pages = if nodes[node].is_queued { nodes[node].pages.len() } else { 0 };
             let memory = freed.snapshot + freed.page * real(pages as u64);
             (node, snapshot, rank, factor * rate * saved / memory, age)
@@ -334,7 +346,7 @@ impl Tree {
     /// least (see [`Tree::evict_snapshot`]), and with it the pages of a leaf that it is the end of. Returns `None` if
     /// there is none.
     pub(in crate::cache) fn evict_unused_snapshot(&mut self, any: bool, cause: Cause) -> Option<Evicted> {
-        if !any && !self.snapshots.has_superseded() {
+        if !any && !self.has_superseded() {
             return None;
         }
         let (node, ..) = self.least_snapshot(None, FreedMemory::OF_SNAPSHOTS)?;
@@ -443,6 +455,7 @@ impl Tree {
     }
 
     fn remove_snapshot(&mut self, node: NodeId) -> Option<StateSlot> {
+        self.move_needs_to_snapshot_before(node);
         self.node_mut(node).has_snapshot = false;
         self.snapshots.remove(node)
     }

@@ -7,7 +7,7 @@
 //! *Cost.* A new queue costs the requests of the old one and of the new one, and a logarithm of their number for each.
 
 use super::{HybridTree, NodeHandle, NodeId, ROOT};
-use crate::engines::{QueueEnd, WaitingId, WaitingRank};
+use crate::cache::{WaitingId, WaitingRank};
 
 /// A request of a waiting queue, by what is known of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,7 +62,7 @@ impl HybridTree {
         let requests = self.queue.worth_mut().map_or(Vec::new(), |worth| {
             worth.waiting.clear();
             let add = |id: Option<NodeId>| {
-                let request = worth.waiting.add(WaitingRank::default(), QueueEnd::Back);
+                let request = worth.waiting.add(WaitingRank::default());
                 if let Some(id) = id {
                     worth.waiting.need(request, id);
                 }

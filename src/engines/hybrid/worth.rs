@@ -20,9 +20,9 @@ use crate::base::bounded::{narrow, saturated};
 use crate::base::{Id, widen};
 use crate::cache::{
     BlockTokens, History, NamespaceHash, NewPages, Outlook, PageAndBlock, Policy, PolicyKind, Published,
-    RequestNovelty, RollingHash, RollingHasher, SessionId, Sessions, Tick, record_published, visit_ends_back,
+    RequestNovelty, RollingHash, RollingHasher, SessionId, Sessions, Tick, WaitingNeeds, record_published,
+    visit_ends_back,
 };
-use crate::engines::waiting_needs::WaitingNeeds;
 
 /// What is known of a node.
 #[derive(Clone, Copy, Debug)]
@@ -344,9 +344,9 @@ mod tests {
 
     use super::*;
     use crate::base::EngineSlot;
+    use crate::cache::WaitingId;
     use crate::cache::{BlockKey, Namespace, NodeHandle, Novelty, Remembered};
     use crate::engines::AfterTurn;
-    use crate::engines::WaitingId;
     use crate::engines::hybrid::{
         EvictionOrder, HybridConfig, Insert, Part, Queue, Receipt, SkippedParts, StateConfig, Victim,
         WaitingRequest, WindowConfig, WindowRelease,

@@ -173,6 +173,7 @@ impl ArenaCacheCore {
             // Its units are free already.
             let mut groups = new_tree(&self.config, &self.arena, &self.contents, cache.capacity);
             groups.keep_journal_of(&mut cache.groups);
+            groups.keep_waiting_of(&mut cache.groups);
             (cache.groups, cache.epoch) = (groups, epoch);
         }
         cache

@@ -154,6 +154,7 @@ impl CacheCall<'_> {
             let mut tree = new_tree(&self.shared.config, allocator, resume_at, cache.below.as_ref());
             tree.keep_journal_of(&mut cache.tree);
             tree.keep_ages_of(&cache.tree);
+            tree.keep_waiting_of(&mut cache.tree);
             cache.tree = tree;
             self.give_back(&cache, evicted);
         }

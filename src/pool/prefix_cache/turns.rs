@@ -12,9 +12,9 @@ use super::{Lease, PrefixCache};
 
 impl CacheCore {
     /// Calls `work` with the tree, as long as the allocator exists.
-    fn with_tree(&self, stream: Stream, work: impl FnOnce(&mut Tree)) {
-        let Some(allocator) = self.allocator.upgrade() else { return };
-        work(&mut self.begin_call(&allocator, stream).current().tree);
+    pub(super) fn with_tree<R>(&self, stream: Stream, work: impl FnOnce(&mut Tree) -> R) -> Option<R> {
+        let allocator = self.allocator.upgrade()?;
+        Some(work(&mut self.begin_call(&allocator, stream).current().tree))
     }
 }
 

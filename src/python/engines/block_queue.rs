@@ -8,8 +8,8 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::base::sync::lock;
 use crate::base::{BlockId, Error, Id, try_with_capacity, widen};
-use crate::cache::PolicyKind;
-use crate::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks, WaitingId, WaitingRank};
+use crate::cache::{PolicyKind, WaitingId, WaitingRank};
+use crate::engines::{BlockTable, HashedBlocks, NotTaken, QueueEnd, TakenBlocks};
 
 use super::block::{Block, BlockPlace, Objects, description_of, ownership_error};
 use super::block_map::BlockMap;

@@ -11,12 +11,11 @@ use pyo3::types::{PyBytes, PyList};
 use crate::base::bounded::signed;
 use crate::base::sync::lock;
 use crate::base::{EngineSlot, Error, Id};
-use crate::cache::NodeHandle;
+use crate::cache::{NodeHandle, WaitingId, WaitingRank};
 use crate::engines::hybrid::{
     Boundary, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, LockResult, NegativeSize, PageDigest,
     Part, StateConfig, StateRelease, Victim, WaitingRequest, WindowConfig, WindowRelease,
 };
-use crate::engines::{WaitingId, WaitingRank};
 
 use super::hybrid_names::name_of;
 use super::hybrid_results::{

@@ -339,6 +339,7 @@ ENTRIES: dict[str, Entry] = {
     "PrefixCache.events": Entry(lambda w: w.cache.events(), WORKS),
     "PrefixCache.verify": Entry(lambda w: w.cache.verify(), WORKS),
     "PrefixCache.session": Entry(lambda w: w.cache.session(), WORKS),
+    "PrefixCache.add_waiting": Entry(lambda w: w.cache.add_waiting([7, 8, 9]), WORKS),
     "PrefillCost()": Entry(lambda _: kvpool.PrefillCost(1e-5, 1e-9), WORKS),
     "PrefillCost.fit": Entry(lambda _: kvpool.PrefillCost.fit([(0, 10, 1e-3), (90, 10, 2e-3)]), WORKS),
     "PrefillCost.of_model": Entry(
@@ -347,6 +348,8 @@ ENTRIES: dict[str, Entry] = {
     "PrefillCost.seconds": Entry(lambda _: kvpool.PrefillCost(1e-5, 1e-9).seconds(100), WORKS),
     "Session.pause": Entry(lambda w: w.cache.session("a").pause("user"), WORKS),
     "Session.end": Entry(lambda w: w.cache.session().end(), WORKS),
+    "WaitingRequest.update": Entry(lambda w: w.cache.add_waiting([7]).update([7, 8]), WORKS),
+    "WaitingRequest.remove": Entry(lambda w: w.cache.add_waiting([7]).remove(), WORKS),
     # SlotTree: the same.
     "SlotTree()": Entry(lambda w: w.spare.append(_kvpool.SlotTree(w.allocator)), WORKS),
     "SlotTree.match": Entry(lambda w: w.tree.match([7]), WORKS, lambda _, match: match.length == 1),
@@ -498,6 +501,7 @@ ENTRIES: dict[str, Entry] = {
     "ArenaPrefixCache()": Entry(lambda w: w.spare.append(kvpool.ArenaPrefixCache(w.arena)), WORKS),
     "ArenaPrefixCache.match": Entry(lambda w: len(w.arena_cache.match([1, 2, 3, 4])) == 4, WORKS),
     "ArenaPrefixCache.session": Entry(lambda w: w.arena_cache.session(), WORKS),
+    "ArenaPrefixCache.add_waiting": Entry(lambda w: w.arena_cache.add_waiting([1, 2, 3, 4]), WORKS),
     "ArenaPrefixCache.cached_len": Entry(lambda w: w.arena_cache.cached_len([1, 2, 3, 4]), WORKS),
     "ArenaPrefixCache.explain": Entry(lambda w: w.arena_cache.explain([1, 2, 3, 4]), WORKS),
     "ArenaPrefixCache.group_stats": Entry(lambda w: w.arena_cache.group_stats("full"), WORKS),
@@ -596,6 +600,7 @@ INSTANCES: dict[str, Callable[[World], object]] = {
     "ReqToTokenPool": lambda w: w.table,
     "StoreTransfer": lambda w: w.files.stored,
     "TokenToKVPoolAllocator": lambda w: w.allocator,
+    "WaitingRequest": lambda w: w.cache.add_waiting([7]),
     "Workspace": lambda w: w.workspace,
 }
 """An object of each class with properties."""

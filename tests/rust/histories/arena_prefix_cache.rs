@@ -7,13 +7,13 @@ use std::sync::Arc;
 use kvpool::base::{DType, ErrorKind};
 use kvpool::cache::{
     CacheEvent, CachedPage, EventGroup, GroupReason, KeyChain, LeasedUnits, Namespace, PageHash, PolicyKind,
-    Tier,
+    Tier, WaitingRank,
 };
 use kvpool::layout::{CacheLayout, Group, GroupKind, Plane, SlabOptions};
 use kvpool::memory::Stream;
 use kvpool::pool::{
     ArenaLease, ArenaPrefixCache, ArenaPrefixCacheConfig, ArenaPublished, CacheArena, CacheArenaConfig, Pool,
-    Session,
+    Session, WaitingRequest,
 };
 
 use super::prefixes::digest;
@@ -42,6 +42,8 @@ struct World {
     groups: Vec<Group>,
     requests: Vec<Request>,
     sessions: Vec<Session>,
+    /// Requests that wait.
+    queue: Vec<WaitingRequest>,
     /// Units of nobody's prefix, by group.
     own: Vec<Vec<u32>>,
     /// What was published last for each page: the unit, or the numbers of the snapshot, of each group.
@@ -136,6 +138,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         cache,
         requests: Vec::new(),
         sessions,
+        queue: Vec::new(),
         published: BTreeMap::new(),
         prompts: Vec::new(),
         told: Told::default(),
@@ -237,7 +240,7 @@ impl World {
     }
 
     fn step(&mut self, source: &mut Source<'_>) {
-        match source.below(12) {
+        match source.below(13) {
             0..=2 => self.start(source),
             3..=6 => self.publish(source),
             7 => {
@@ -265,8 +268,32 @@ impl World {
                     refused(self.arena.free(group, &[unit.into()]), ErrorKind::IndexOwnership);
                 }
             }
+            11 => self.wait(source),
             _ => self.rare(source),
         }
+    }
+
+    /// Adds a request to the waiting queue, or looks one up again, which changes the order of evictions alone.
+    fn wait(&mut self, source: &mut Source<'_>) {
+        let (tokens, namespace) = (self.prompt(source), Self::namespace(source));
+        let (kept, all): (_, Vec<_>) = (self.kept(), (0..self.groups.len()).collect());
+        let tokens = tokens.as_slice();
+        let rank = WaitingRank { priority: int(source.below(2)), arrival: 0 };
+        let request = self.cache.add_waiting(&namespace, &tokens, rank).expect("tokens");
+        assert_eq!(request.len(), self.longest(&kept, &namespace, tokens, &all));
+        if self.queue.len() == 3 {
+            let other = self.queue.swap_remove(source.below(3));
+            let found = other.update(&tokens, Stream::DEFAULT).expect("tokens");
+            assert!(
+                [Namespace::Unnamed, Namespace::Number(1)]
+                    .iter()
+                    .any(|namespace| { found == self.longest(&kept, namespace, tokens, &all) })
+            );
+            other.remove(Stream::DEFAULT);
+            refused(other.update(&tokens, Stream::DEFAULT), ErrorKind::State);
+        }
+        self.queue.push(request);
+        assert_eq!(self.kept(), kept);
     }
 
     /// Takes units for the caller.

@@ -1,5 +1,5 @@
 //! The prefix cache on an allocator: a naive dictionary of prefixes, with the leases and pins that hold them,
-//! with snapshots of states, and with sessions.
+//! with snapshots of states, with sessions, and with requests that wait.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hasher};
@@ -7,13 +7,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpool::base::{DType, ErrorKind, IndexVec, StateSlot};
-use kvpool::cache::{CacheEvent, Namespace, PageHash, PolicyKind, Segment, SegmentState, Tokens};
+use kvpool::cache::{
+    CacheEvent, Namespace, PageHash, PolicyKind, Segment, SegmentState, Tokens, WaitingRank,
+};
 use kvpool::index::IndexState;
 use kvpool::kernels::Indices;
 use kvpool::memory::Region;
 use kvpool::pool::{
     AllocatorConfig, GdnConfig, GdnPool, Lease, Pool, PrefixCache, PrefixCacheConfig, Publication, Session,
-    TokenToKvPoolAllocator,
+    TokenToKvPoolAllocator, WaitingRequest,
 };
 
 use super::slots::Fences;
@@ -61,6 +63,20 @@ struct Talk {
     tail: Option<Key>,
 }
 
+/// A request that waits, and the prefix that it needs.
+struct Waiting {
+    request: WaitingRequest,
+    name: usize,
+    prompt: Vec<i32>,
+    needed: Option<Key>,
+}
+
+impl Waiting {
+    fn needs(&self, is_it: impl FnOnce(&Key) -> bool) -> bool {
+        self.needed.as_ref().is_some_and(is_it)
+    }
+}
+
 /// The last page of a cached prefix.
 #[derive(Clone, Copy)]
 struct Page {
@@ -84,6 +100,8 @@ struct Prefixes {
     cached: BTreeMap<Key, Page>,
     held: Vec<HeldLease>,
     talks: Vec<Talk>,
+    /// The requests that wait, the first one first.
+    queue: Vec<Waiting>,
     /// Namespaces and prefixes that are pinned for a time.
     pinned: Vec<(usize, Key)>,
     /// Prefixes with a snapshot, and its track slot.
@@ -139,6 +157,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         max_pinned,
         cached: BTreeMap::new(),
         held: Vec::new(),
+        queue: Vec::new(),
         pinned: Vec::new(),
         snapshots: BTreeMap::new(),
         superseded: BTreeSet::new(),
@@ -206,7 +225,7 @@ fn tokens(source: &mut Source<'_>, most: usize) -> Vec<i32> {
 
 impl Prefixes {
     fn step(&mut self, source: &mut Source<'_>) {
-        match source.below(36) {
+        match source.below(38) {
             0..=6 => self.match_prefix(source),
             7..=14 => self.publish(source),
             15..=19 => self.release(source),
@@ -219,6 +238,7 @@ impl Prefixes {
             31 => self.restore(source),
             32 => self.pass_a_fence(source),
             33..=34 => self.talk(source),
+            35..=36 => self.wait(source),
             _ if source.rarely(8) => self.clear_allocator(),
             _ => drop(self.take(source.below(3))),
         }
@@ -345,18 +365,29 @@ impl Prefixes {
         let gone: Vec<Key> = self.cached.keys().filter(|key| !self.is_cached(key)).cloned().collect();
         assert_eq!(gone.len(), count, "evicted {gone:?}");
         let (mut highest, mut is_all_ended, mut parents) = (0, true, BTreeSet::new());
+        // The place in the queue of the first request that needed something that was evicted.
+        let mut first = None;
         for key in gone {
             assert!(!self.is_locked(&key), "{key:?} was leased");
             let page = self.cached.remove(&key).expect("it was cached");
             highest = page.priority.max(highest);
-            is_all_ended &= page.is_ended && page.priority == 0;
+            let needed = self.queue.iter().position(|request| request.needs(|needed| leads_to(&key, needed)));
+            is_all_ended &= page.is_ended && page.priority == 0 && needed.is_none();
+            if page.priority == 0 {
+                first = first.into_iter().chain(needed).min();
+            }
             parents.insert(self.before(&key));
         }
+        self.move_needs();
         let inner: BTreeSet<Key> = self.cached.keys().map(|key| self.before(key)).collect();
-        for (key, page) in self.cached.iter().filter(|(_, page)| page.is_ended && page.priority == 0) {
-            // One whose last continuation was evicted is the next to go.
-            let is_first = !inner.contains(key) && !self.is_locked(key) && !parents.contains(key);
-            assert!(is_all_ended || !is_first, "{key:?} of an ended session stays: {}", page.number);
+        // One whose last continuation was evicted is the next to go.
+        let is_first = |key: &Key| !inner.contains(key) && !self.is_locked(key) && !parents.contains(key);
+        for (key, page) in self.cached.iter().filter(|(key, page)| page.priority == 0 && is_first(key)) {
+            let needed = self.queue.iter().position(|request| request.needs(|needed| needed == key));
+            let is_ended = page.is_ended && needed.is_none();
+            assert!(is_all_ended || !is_ended, "{key:?} of an ended session stays: {}", page.number);
+            let is_in_order = first.is_none_or(|first| needed.is_some_and(|needed| needed <= first));
+            assert!(is_in_order, "{key:?} is needed by {needed:?} and stays, evicted for {first:?}");
         }
         self.move_tails();
         self.snapshots.retain(|key, _| self.cached.contains_key(key));
@@ -383,6 +414,60 @@ impl Prefixes {
                 self.talks[session].tail = if is_there { Some(tail) } else { left };
             }
         }
+    }
+
+    /// Moves what waiting requests need up to what is left of it, from which they can go on.
+    fn move_needs(&mut self) {
+        for at in 0..self.queue.len() {
+            if let Some(needed) = self.queue[at].needed.take() {
+                let is_left = |key: &Key| {
+                    let has_state = self.states.is_none() || self.snapshots.contains_key(key);
+                    has_state && self.cached.contains_key(key)
+                };
+                self.queue[at].needed = self.prefixes_of(needed.0, &needed.1).filter(is_left).last();
+            }
+        }
+    }
+
+    /// Adds a request to the waiting queue, looks one up again, or removes one.
+    fn wait(&mut self, source: &mut Source<'_>) {
+        if self.queue.len() < 3 && source.flip() {
+            let (name, prompt, priority) =
+                (source.below(size(NAMESPACES)), tokens(source, 24), int(source.below(2)));
+            let (namespace, rank) = (Namespace::Number(int(name)), WaitingRank { priority, arrival: 0 });
+            let request = self.cache.add_waiting(&namespace, &prompt.as_slice(), rank, STREAM);
+            let request = request.expect("valid tokens");
+            let at = self.queue.partition_point(|other| other.request.rank() <= rank);
+            self.queue.insert(at, Waiting { request, name, prompt, needed: None });
+            self.look_up_waiting(at);
+        } else if !self.queue.is_empty() {
+            let at = source.below(self.queue.len());
+            if source.flip() {
+                let Waiting { request, prompt, .. } = &self.queue[at];
+                request.update(&prompt.as_slice(), STREAM).expect("valid tokens");
+                let invalid: &[i32] = &[-1; 24];
+                refused(request.update(&invalid, STREAM), Refusal::at(ErrorKind::Argument, -1));
+                self.look_up_waiting(at);
+            } else {
+                let Waiting { request, prompt, .. } = self.queue.remove(at);
+                request.remove(STREAM);
+                refused(request.update(&prompt.as_slice(), STREAM), ErrorKind::State);
+            }
+        }
+    }
+
+    /// Notes that a waiting request was looked up.
+    fn look_up_waiting(&mut self, at: usize) {
+        let Waiting { request, name, prompt, .. } = &self.queue[at];
+        let generation = self.current[*name];
+        let len = self.usable(generation, prompt);
+        assert_eq!(request.len(), len);
+        self.queue[at].needed = (len > 0).then(|| (generation, self.queue[at].prompt[..len].to_vec()));
+    }
+
+    /// Whether a waiting request needs a prefix, up to its end.
+    fn is_needed(&self, key: &Key) -> bool {
+        self.queue.iter().any(|request| request.needs(|needed| needed == key))
     }
 
     /// Says something in a session.
@@ -558,7 +643,7 @@ impl Prefixes {
             let pairs = keys.into_iter().zip(&worths);
             pairs.filter(|(_, worth)| is_least(worth)).map(|(key, _)| key.clone()).collect()
         };
-        let superseded = least(self.superseded.iter().collect());
+        let superseded = least(self.superseded.iter().filter(|key| !self.is_needed(key)).collect());
         if !superseded.is_empty() {
             return Some(superseded);
         }
@@ -566,24 +651,29 @@ impl Prefixes {
             let others = self.ends().filter(|end| *end == key).count();
             self.snapshots.contains_key(key) && others == usize::from(*key == own)
         };
-        if let Some(passing) = self.held[at].passing.clone().filter(is_alone) {
+        if let Some(passing) =
+            self.held[at].passing.clone().filter(|key| is_alone(key) && !self.is_needed(key))
+        {
             self.held[at].passing = None;
             return Some(vec![passing]);
         }
-        let candidates = least(self.snapshots.keys().filter(|key| is_alone(key)).collect());
+        let (needed, others): (Vec<_>, Vec<_>) =
+            self.snapshots.keys().filter(|key| is_alone(key)).partition(|key| self.is_needed(key));
+        let candidates = least(if others.is_empty() { needed } else { others });
         (!candidates.is_empty()).then_some(candidates)
     }
 
     /// Records the snapshot that is kept at the end of a lease, and the one that was evicted for it.
     fn record_snapshot(&mut self, at: usize, victims: &[Key]) {
-        let held = &mut self.held[at];
-        let slot = held.lease.state_slot().expect("a lease").expect("it was kept");
+        let slot = self.held[at].lease.state_slot().expect("a lease").expect("it was kept");
         if !victims.is_empty() {
             // The one, of several that are worth as much, whose slot it has now.
             let gone =
                 victims.iter().find(|key| self.snapshots[*key] == slot).expect("one of them is given up");
             self.snapshots.remove(gone);
+            self.move_needs();
         }
+        let held = &mut self.held[at];
         let end = held.end.clone();
         self.superseded.remove(&end);
         self.chosen.remove(&end);
@@ -652,6 +742,7 @@ impl Prefixes {
         self.cached = cached;
         self.move_tails();
         self.snapshots.retain(|key, _| self.cached.contains_key(key));
+        self.move_needs();
     }
 
     fn alloc(&mut self, source: &mut Source<'_>) {
@@ -807,6 +898,9 @@ impl Prefixes {
         for talk in &mut self.talks {
             (talk.said, talk.tail) = (Said::Nothing, None);
         }
+        for waiting in &mut self.queue {
+            waiting.needed = None;
+        }
         self.pinned.clear();
         self.snapshots.clear();
         self.superseded.clear();
@@ -866,6 +960,7 @@ impl Prefixes {
         assert_eq!(slots.available + own + slots.fenced + tree.cached, slots.capacity);
         assert_eq!(slots.dropped_frees, self.dropped);
         assert_eq!(tree.snapshots, self.snapshots.len());
+        assert_eq!(tree.waiting, self.queue.len());
         if let Some(states) = &self.states {
             let tracks = states.with_tracks(|tracks| (tracks.rows().in_use(), tracks.cached()));
             assert_eq!(tracks, (self.snapshots.len(), self.snapshots.len()));

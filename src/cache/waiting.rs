@@ -1,4 +1,4 @@
-//! What requests in a waiting queue have been found to need: blocks of an engine, or nodes of a tree.
+//! What requests in a waiting queue have been found to need: nodes of a tree, or blocks of an engine.
 //!
 //! What several requests need counts as of the earliest of them in the queue. What the last request needs is taken
 //! first.
@@ -12,29 +12,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::base::{Id, widen};
 
-use super::QueueEnd;
-
 /// A request in a waiting queue.
 ///
 /// ```
-/// use kvpool::cache::PolicyKind;
-/// use kvpool::engines::{BlockTable, HashedBlocks, HashedTokens, QueueEnd, WaitingId, WaitingRank};
-/// let mut table = BlockTable::new(3);
-/// table.evict_by(PolicyKind::Adaptive, 16);
-/// let prompts = [b"a", b"b"].map(|hash| {
-///     table.look_up(16, None);
-///     let prompt = table.take(1).unwrap();
-///     table.set_hash(prompt[0], HashedTokens { hash: hash[..].into(), tokens: None });
-///     table.add_prompt(None, &prompt, None);
-///     table.release(&prompt, HashedBlocks::Last);
-///     prompt
-/// });
-/// let request: WaitingId = table.add_waiting(&prompts[0], WaitingRank::default(), QueueEnd::Back);
-/// table.extend_waiting(request, &prompts[0]);
-/// assert_eq!(table.take(2).unwrap()[1], prompts[1][0], "a waiting request needs the older prompt");
-/// table.remove_waiting(request);
-/// assert_eq!(table.take(1).unwrap(), prompts[0]);
-/// assert_eq!(WaitingId::new(request.rank(), request.number()), request);
+/// use kvpool::cache::{WaitingId, WaitingRank};
+/// let request = WaitingId::new(WaitingRank::default(), 7);
+/// assert_eq!((request.rank(), request.number()), (WaitingRank::default(), 7));
+/// assert!(request < WaitingId::new(WaitingRank::default(), 8), "it is served before the next one");
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct WaitingId {
@@ -46,7 +30,7 @@ pub struct WaitingId {
 /// in the order in which they were added at an end.
 ///
 /// ```
-/// use kvpool::engines::WaitingRank;
+/// use kvpool::cache::WaitingRank;
 /// let urgent = WaitingRank { priority: -1, arrival: 7 };
 /// assert!(urgent < WaitingRank::default() && urgent < WaitingRank { arrival: 8, ..urgent });
 /// ```
@@ -80,7 +64,7 @@ impl WaitingId {
 
 /// What waiting requests need, by ids of blocks or nodes.
 #[derive(Debug)]
-pub(super) struct WaitingNeeds<T> {
+pub(crate) struct WaitingNeeds<T> {
     /// The requests that need each block or node, the earliest first. Empty until a request waits.
     by_id: Vec<Vec<WaitingId>>,
     /// What each request was found to need.
@@ -99,18 +83,36 @@ impl<T> Default for WaitingNeeds<T> {
 }
 
 impl<T: Id> WaitingNeeds<T> {
-    /// Adds a request at an end of those of its rank.
-    pub(super) fn add(&mut self, rank: WaitingRank, end: QueueEnd) -> WaitingId {
-        let number = match end {
-            QueueEnd::Back => &mut self.last,
-            QueueEnd::Front => &mut self.first,
-        };
-        *number += if end == QueueEnd::Back { 1 } else { -1 };
-        WaitingId::new(rank, *number)
+    /// Adds a request behind those of its rank.
+    pub(crate) fn add(&mut self, rank: WaitingRank) -> WaitingId {
+        self.last += 1;
+        self.enter(WaitingId::new(rank, self.last))
     }
 
-    /// Records that a request needs what has this id, which is not offered.
-    pub(super) fn need(&mut self, request: WaitingId, id: T) {
+    /// Adds a request before those of its rank.
+    pub(crate) fn add_first(&mut self, rank: WaitingRank) -> WaitingId {
+        self.first -= 1;
+        self.enter(WaitingId::new(rank, self.first))
+    }
+
+    fn enter(&mut self, request: WaitingId) -> WaitingId {
+        self.by_request.insert(request, Vec::new());
+        request
+    }
+
+    /// Returns the number of requests.
+    pub(crate) fn len(&self) -> usize {
+        self.by_request.len()
+    }
+
+    /// Returns whether a request was added and not removed.
+    pub(crate) fn has(&self, request: WaitingId) -> bool {
+        self.by_request.contains_key(&request)
+    }
+
+    /// Records that a request needs what has this id, which is not offered. One that was removed needs nothing.
+    pub(crate) fn need(&mut self, request: WaitingId, id: T) {
+        let Some(needed) = self.by_request.get_mut(&request) else { return };
         let at = widen(id.number());
         if at >= self.by_id.len() {
             self.by_id.resize(at + 1, Vec::new());
@@ -118,53 +120,62 @@ impl<T: Id> WaitingNeeds<T> {
         let requests = &mut self.by_id[at];
         if let Err(at) = requests.binary_search(&request) {
             requests.insert(at, request);
-            self.by_request.entry(request).or_default().push(id);
+            needed.push(id);
         }
     }
 
     /// Returns whether a request needs what has this id.
-    pub(super) fn needs(&self, id: T) -> bool {
+    pub(crate) fn needs(&self, id: T) -> bool {
         self.first_request(id).is_some()
     }
 
     /// Returns what a request was found to need, and has not been given up since.
-    pub(super) fn needed_by(&self, request: WaitingId) -> &[T] {
+    pub(crate) fn needed_by(&self, request: WaitingId) -> &[T] {
         self.by_request.get(&request).map_or(&[], Vec::as_slice)
     }
 
     /// Removes a request, and returns what it was found to need. [`Self::end_need`] ends that for each.
-    pub(super) fn remove(&mut self, request: WaitingId) -> Vec<T> {
+    pub(crate) fn remove(&mut self, request: WaitingId) -> Vec<T> {
         self.by_request.remove(&request).unwrap_or_default()
     }
 
     /// Returns what the requests need. Several may need the same.
-    pub(super) fn needed(&self) -> impl Iterator<Item = T> + '_ {
+    pub(crate) fn needed(&self) -> impl Iterator<Item = T> + '_ {
         self.by_request.values().flatten().copied()
     }
 
+    /// Returns the same requests, which need nothing.
+    pub(crate) fn without_needs(self) -> Self {
+        let by_request = self.by_request.into_keys().map(|request| (request, Vec::new())).collect();
+        Self { by_request, last: self.last, first: self.first, ..Self::default() }
+    }
+
     /// Removes all requests. Nothing of what they need is offered.
-    pub(super) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         for id in std::mem::take(&mut self.by_request).into_values().flatten() {
             self.forget(id);
         }
     }
 
     /// Ends the need of a request for what has this id, which is not offered.
-    pub(super) fn end_need(&mut self, request: WaitingId, id: T) {
+    pub(crate) fn end_need(&mut self, request: WaitingId, id: T) {
+        if let Some(needed) = self.by_request.get_mut(&request) {
+            needed.retain(|&other| other != id);
+        }
         if let Some(requests) = self.by_id.get_mut(widen(id.number())) {
             requests.retain(|&other| other != request);
         }
     }
 
     /// Ends the need of all requests for what has this id, which is not offered and means something else from now on.
-    pub(super) fn forget(&mut self, id: T) {
+    pub(crate) fn forget(&mut self, id: T) {
         if let Some(requests) = self.by_id.get_mut(widen(id.number())) {
             requests.clear();
         }
     }
 
     /// Lets all requests that need what has this id need another, or nothing, in its place. Neither is offered.
-    pub(super) fn replace(&mut self, id: T, by: Option<T>) {
+    pub(crate) fn replace(&mut self, id: T, by: Option<T>) {
         let requests = self.by_id.get_mut(widen(id.number())).map(std::mem::take);
         for request in requests.into_iter().flatten() {
             if let Some(needed) = self.by_request.get_mut(&request) {
@@ -177,24 +188,24 @@ impl<T: Id> WaitingNeeds<T> {
     }
 
     /// Offers what a request needs.
-    pub(super) fn offer(&mut self, id: T) {
+    pub(crate) fn offer(&mut self, id: T) {
         self.offered.extend(self.first_request(id).map(|request| (Reverse(request), id)));
     }
 
     /// Withdraws what was offered.
-    pub(super) fn withdraw(&mut self, id: T) {
+    pub(crate) fn withdraw(&mut self, id: T) {
         if let Some(request) = self.first_request(id) {
             self.offered.remove(&(Reverse(request), id));
         }
     }
 
     /// Returns what is offered, in the order in which to take it.
-    pub(super) fn offered(&self) -> impl Iterator<Item = T> + '_ {
+    pub(crate) fn offered(&self) -> impl Iterator<Item = T> + '_ {
         self.offered.iter().map(|&(_, id)| id)
     }
 
     /// Returns the size of the bookkeeping in bytes.
-    pub(super) fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         let needed = size_of::<(WaitingId, Vec<T>)>() + size_of::<T>() + size_of::<WaitingId>();
         self.by_id.capacity() * size_of::<Vec<WaitingId>>()
             + self.by_request.len() * needed
