@@ -16,7 +16,13 @@ from kvpool import PrefillCost
 from kvpool.errors import ConfigError
 from kvpool.tools.cli import main
 from kvpool.tools.costs import COSTS, read_cost
-from kvpool.tools.policies import ADAPTIVE_IN_SECONDS, COMPARED_POLICIES, POLICIES, SIMULATED_POLICIES
+from kvpool.tools.policies import (
+    ADAPTIVE_IN_SECONDS,
+    COMPARED_POLICIES,
+    OPTIONAL_POLICIES,
+    POLICIES,
+    SIMULATED_POLICIES,
+)
 from kvpool.tools.replay.bound import most_saved
 from kvpool.tools.replay.errors import ReplayError
 from kvpool.tools.replay.eviction import LookUp, Ranked, Setting
@@ -219,6 +225,27 @@ def test_the_time_to_first_token_is_that_of_a_queue() -> None:
     assert rate.saved[0].ttft_s[0] == pytest.approx(np.median([4, 8, 12, 4]))
 
 
+@pytest.mark.parametrize("policy", OPTIONAL_POLICIES)
+def test_a_policy_that_knows_who_waits_keeps_what_they_find(policy: str) -> None:
+    """While the long first prompt is computed, all others arrive, and the last one will find it."""
+    trace = trace_of([*range(8)], [10, 11], [12, 13], [14, 15], [*range(8)], gap_s=1.0)
+    job = Job(["lru", "adaptive", policy], [48], None, (LINEAR,), load=100.0)
+    found = [rate.found_blocks for rate in measure(trace, job).rates]
+    assert found == [6, 6, 8]
+
+
+def test_a_policy_that_knows_who_waits_needs_a_clock() -> None:
+    with pytest.raises(ConfigError, match=r"policy 'adaptive\+queue' needs a cost"):
+        measure(trace_of([0], [1]), Job(["adaptive+queue"], [64]))
+
+
+def test_the_load_is_that_of_the_machine() -> None:
+    trace = trace_of([0], [1], [2], [3], gap_s=10.0)
+    (rate,) = measure(trace, Job(["lru"], [64], None, (LINEAR,), load=2.0)).rates
+    gap_s = 16.0 / 2.0 / 3
+    assert rate.saved[0].ttft_s[0] == pytest.approx(4.0 + 1.5 * (4.0 - gap_s))
+
+
 def test_a_cost_is_fitted_to_measured_prefills(tmp_path: Path) -> None:
     real = PrefillCost(3e-5, 7e-10, "measured")
     rows = [(0, 512), (4_096, 512), (0, 32_768), (100_000, 2_048)]
@@ -336,6 +363,27 @@ def test_a_cost_is_for_a_comparison() -> None:
     code, _, err = invoke("--synthetic", "--cost", "8B")
     assert code == 2
     assert "--cost is what the hits of --compare save" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--load", "1.1"], "--load is that of the machine of --compare"),
+        (["--compare", "--load", "0"], "0 is not above 0, or not finite"),
+        (["--compare", "--load", "inf"], "inf is not above 0, or not finite"),
+    ],
+)
+def test_rejects_bad_loads(arguments: list[str], message: str) -> None:
+    code, _, err = invoke("--synthetic", *arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_the_command_tells_of_the_load() -> None:
+    code, out, err = invoke(*COMPARE, "--policy", "adaptive+queue", "--load", "1.25")
+    assert code == 0, err
+    assert "adaptive+queue" in out
+    assert "125% of its time" in out
 
 
 def test_compared_policies_exist() -> None:

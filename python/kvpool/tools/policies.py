@@ -15,6 +15,15 @@ POLICIES: tuple[Policy, ...] = ("lru", "fifo", "lfu", "slru", "priority", "adapt
 ADAPTIVE_IN_SECONDS = "adaptive-seconds"
 """The adaptive policy with the first cost, for `kvpool replay --compare`."""
 
+WITH_QUEUE = "adaptive+queue"
+"""The default policy, in a cache that is told which requests wait, for `kvpool replay --compare`."""
+
+IN_SECONDS_WITH_QUEUE = "adaptive-seconds+queue"
+"""The same with the first cost."""
+
+OPTIONAL_POLICIES = (WITH_QUEUE, IN_SECONDS_WITH_QUEUE)
+"""Policies that `kvpool replay --compare` measures if they are asked for."""
+
 BELADY = "belady"
 """The policy that knows future requests, for `kvpool replay --capacity`: it evicts what is used last."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from kvpool.tools.options import Parser, at_least
 from kvpool.tools.output import fail, need, refuse, waiting
 from kvpool.tools.policies import (
     COMPARED_POLICIES,
+    OPTIONAL_POLICIES,
     POLICIES,
     SIMULATED_POLICIES,
     WITH_SESSIONS,
@@ -114,10 +116,22 @@ def make_parser() -> Parser:
         metavar="SHARE",
         value=0.0,
     )
-    compare = "compare policies, with --policy FILE.py:CLASS your own, by hits and by seconds"
-    parser.add_argument("--compare", action="store_true", help=compare)
-    cost = f"costs of --compare: 8B, 70B, or a CSV file of prefills (default: {COMPARED_COSTS})"
-    add("--cost", cost, metavar="COSTS")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="compare policies, with --policy FILE.py:CLASS your own, by hits and by seconds",
+    )
+    add(
+        "--cost",
+        f"costs of --compare: 8B, 70B, or a CSV file of prefills (default: {COMPARED_COSTS})",
+        metavar="COSTS",
+    )
+    add(
+        "--load",
+        "share of the time in which the machine of --compare computes prompts without a cache (default: 0.9)",
+        of=_load_share,
+        metavar="SHARE",
+    )
     states = "measure hybrid models: a snapshot takes the memory of K and V of so many tokens: 1600,3100"
     add("--states", states, metavar="SIZES")
     add(
@@ -143,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
         from rich.console import Console  # noqa: PLC0415 - of an extra, as the rest
 
         from kvpool.tools.replay import bars, hybrid_rates  # noqa: PLC0415
-        from kvpool.tools.replay.hit_rates import Job  # noqa: PLC0415
+        from kvpool.tools.replay.hit_rates import LOAD, Job  # noqa: PLC0415
         from kvpool.tools.replay.hybrid_rates import HybridJob  # noqa: PLC0415
         from kvpool.tools.replay.output import Output  # noqa: PLC0415
         from kvpool.tools.replay.replay import Replay  # noqa: PLC0415
@@ -174,7 +188,7 @@ def run(options: argparse.Namespace) -> int:
         if sizes is not None:
             if options.compare and loaded.followed_by is not None and WITH_SESSIONS not in policies:
                 policies.insert(policies.index("adaptive") + 1, WITH_SESSIONS)
-            job = Job(policies, sizes, options.page_size, costs, options.in_use)
+            job = Job(policies, sizes, options.page_size, costs, options.in_use, options.load or LOAD)
             output.print_rates(bars.measure(loaded, job, console))
             return 0
         check_device(config.device)
@@ -201,6 +215,8 @@ def _check_measured(options: argparse.Namespace) -> None:
         refuse("--in-use is beside the caches of --capacity, without --states")
     if options.cost is not None and not options.compare:
         refuse("--cost is what the hits of --compare save")
+    if options.load is not None and not options.compare:
+        refuse("--load is that of the machine of --compare")
 
 
 def _config(options: argparse.Namespace, policy: str) -> ReplayConfig:
@@ -235,10 +251,11 @@ def _policies(text: str, *, has_several: bool) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if (
-            name not in {*POLICIES, *COMPARED_POLICIES, WITH_SESSIONS, *SIMULATED_POLICIES}
+            name
+            not in {*POLICIES, *COMPARED_POLICIES, WITH_SESSIONS, *OPTIONAL_POLICIES, *SIMULATED_POLICIES}
             and ":" not in name
         ):
-            known = ", ".join((*POLICIES, WITH_SESSIONS, *SIMULATED_POLICIES))
+            known = ", ".join((*POLICIES, WITH_SESSIONS, *OPTIONAL_POLICIES, *SIMULATED_POLICIES))
             raise ConfigError(f"policy must be one of {known}, FILE.py:CLASS, or all, not {name!r}")
     return names
 
@@ -265,6 +282,14 @@ def _share(text: str) -> float | None:
     if not 0.0 < share < 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1, and not arena")
     return share
+
+
+def _load_share(text: str) -> float:
+    """Return a finite number above 0."""
+    load = float(text)
+    if not 0.0 < load < inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0, or not finite")
+    return load
 
 
 def _share_in_use(text: str) -> float:

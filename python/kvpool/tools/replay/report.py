@@ -9,7 +9,6 @@ import numpy as np
 from rich.table import Table
 
 from kvpool.tools.policies import BELADY
-from kvpool.tools.replay.hit_rates import LOAD
 from kvpool.tools.replay.replay import BOOKKEEPING, OPERATIONS
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def print_comparison(rates: HitRates, console: Console) -> None:
             for cost, seconds in zip(rates.costs, rates.prefill_s, strict=True)
         ),
         f"p50, p99: seconds to the first token with {rates.costs[0].name}, one prompt after another, at a "
-        f"rate that takes {LOAD:.0%} of its time without a cache.",
+        f"rate that takes {rates.load:.0%} of its time without a cache.",
         f"{sum(rate.wall_s for rate in rates.rates):,.1f} s",
         sep="\n",
         highlight=False,
