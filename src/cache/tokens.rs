@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::base::{Error, Result, try_with_capacity};
+use crate::base::{Error, Result, try_reserve, try_with_capacity};
 
 /// Token ids, `0 <= id < 2**31`, of any representation.
 ///
@@ -11,6 +11,7 @@ use crate::base::{Error, Result, try_with_capacity};
 /// use kvpool::cache::Tokens;
 /// let prompt: &[i64] = &[5, 6, 7];
 /// assert_eq!(prompt.common(1, &[6, 8]).unwrap(), 1);
+/// assert_eq!(prompt.slice(1..3, &mut Vec::new()).unwrap(), [6, 7]);
 /// assert!([3, -1_i32].as_slice().check(0..2).is_err());
 /// ```
 pub trait Tokens: fmt::Debug {
@@ -30,6 +31,18 @@ pub trait Tokens: fmt::Debug {
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a number that is not a token id, and an
     /// error for an element that cannot be read.
     fn read(&self, range: Range<usize>, out: &mut Vec<i32>) -> Result<()>;
+
+    /// Returns the tokens of `range`: a part of the caller's if they are stored alike, or what is read into `buffer`,
+    /// whose contents are lost.
+    ///
+    /// # Errors
+    /// See [`Tokens::read`]; also [`ErrorKind::OutOfMemory`](crate::base::ErrorKind::OutOfMemory).
+    fn slice<'a>(&'a self, range: Range<usize>, buffer: &'a mut Vec<i32>) -> Result<&'a [i32]> {
+        buffer.clear();
+        try_reserve(buffer, range.len())?;
+        self.read(range, buffer)?;
+        Ok(buffer)
+    }
 
     /// Checks that the numbers of `range` are token ids.
     ///
@@ -72,6 +85,11 @@ impl Tokens for &[i32] {
         self.check(range.clone())?;
         out.extend_from_slice(&self[range]);
         Ok(())
+    }
+
+    fn slice<'a>(&'a self, range: Range<usize>, _buffer: &'a mut Vec<i32>) -> Result<&'a [i32]> {
+        self.check(range.clone())?;
+        Ok(&self[range])
     }
 
     fn check(&self, range: Range<usize>) -> Result<()> {

@@ -229,6 +229,8 @@ pub struct Tree {
     /// The uses that a store below does not know of, if there is one.
     uses: Option<Uses>,
     sessions: Sessions<NodeHandle>,
+    /// Memory for the nodes of a path. It has none between calls.
+    path: Vec<NodeId>,
 }
 
 /// Where a request can resume from a cached prefix.
@@ -268,6 +270,7 @@ impl Tree {
             offers: None,
             uses: None,
             sessions: Sessions::default(),
+            path: Vec::new(),
         }
     }
 
@@ -482,18 +485,18 @@ impl Tree {
     fn descend(&self, node: NodeId, tokens: &dyn Tokens, limit: usize) -> Result<TreePosition> {
         let begin = widen(self.node(node).end);
         let mut place = TreePosition { node, pages: self.node(node).pages.len(), len: begin };
-        let (mut first, limit) = (Vec::with_capacity(self.page_size), limit * self.page_size);
+        let (mut buffer, limit) = (Vec::new(), limit * self.page_size);
         loop {
             let at = place.len - begin;
             if at >= limit {
                 return Ok(place);
             }
-            first.clear();
-            tokens.read(at..at + self.page_size, &mut first)?;
-            let Some(child) = self.child(place.node, &first) else { return Ok(place) };
+            let first = tokens.slice(at..at + self.page_size, &mut buffer)?;
+            let Some(child) = self.child(place.node, first) else { return Ok(place) };
             let node = self.node(child);
-            let equal = tokens.common(at + self.page_size, &node.tokens[self.page_size..])?;
-            let pages = (1 + equal / self.page_size).min((limit - at) / self.page_size);
+            let equal =
+                self.page_size + tokens.common(at + self.page_size, &node.tokens[self.page_size..])?;
+            let pages = equal.min(limit - at) / self.page_size;
             place = TreePosition { node: child, pages, len: place.len + pages * self.page_size };
             if pages < node.pages.len() {
                 return Ok(place);

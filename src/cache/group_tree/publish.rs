@@ -337,6 +337,10 @@ impl Tokens for Rest<'_> {
         self.tokens.read(self.begin + range.start..self.begin + range.end, out)
     }
 
+    fn slice<'a>(&'a self, range: std::ops::Range<usize>, buffer: &'a mut Vec<i32>) -> Result<&'a [i32]> {
+        self.tokens.slice(self.begin + range.start..self.begin + range.end, buffer)
+    }
+
     fn check(&self, range: std::ops::Range<usize>) -> Result<()> {
         self.tokens.check(self.begin + range.start..self.begin + range.end)
     }

@@ -216,12 +216,10 @@ impl Tree {
             || RollingHasher::start(NamespaceHash::from(namespace)),
             |place| self.hash_at(place),
         );
-        let (mut cursor, mut page) = (self.hasher().cursor(hash, cached), Vec::new());
+        let (mut cursor, mut buffer) = (self.hasher().cursor(hash, cached), Vec::new());
         let records = if cached < whole { self.evictions.by_key() } else { HashMap::new() };
         for at in (cached..whole).step_by(page_size) {
-            page.clear();
-            tokens.read(at..at + page_size, &mut page)?;
-            cursor.push(&page);
+            cursor.push(tokens.slice(at..at + page_size, &mut buffer)?);
             if let Some(&record) = records.get(&cursor.hash().key()) {
                 explained = add(at + page_size, SegmentState::Evicted(record));
             }

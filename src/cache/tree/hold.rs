@@ -333,8 +333,9 @@ impl Tree {
         novelty: Novelty,
     ) {
         let now = self.now;
-        let path: Vec<_> = self.path(node).take_while(|&id| previous != Some(id)).collect();
-        for id in path.into_iter().rev() {
+        let mut path = std::mem::take(&mut self.path);
+        path.extend(self.path(node).take_while(|&id| previous != Some(id)));
+        while let Some(id) = path.pop() {
             let here = self.node(id);
             let (history, end) = (here.history, here.end);
             let positions = end - narrow(here.tokens.len())..end;
@@ -345,6 +346,7 @@ impl Tree {
             here.user = here.user.filter(|&user| session == Some(user));
             self.offer_used(id);
         }
+        self.path = path;
     }
 
     /// Adds a lease that ends at `node`. A request goes on there if that `is_use`.

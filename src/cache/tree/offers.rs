@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::base::{Page, Result, StateSlot, try_push, try_with_capacity};
+use crate::base::{Page, Result, StateSlot, try_push};
 
 use super::{Hold, Namespace, NodeId, PageHash, Tokens, Tree, TreePosition};
 use crate::cache::{Digest, KeyChain, Learned, Tick};
@@ -237,11 +237,9 @@ impl Tree {
         let mut keys = Vec::new();
         let Some(mut chain) = self.chain_after(namespace, prefix.usable) else { return Ok(keys) };
         let (mut at, mut usable) = (prefix.usable.map_or(0, TreePosition::len), 0);
-        let (limit, mut page) = (limit.min(tokens.count()), try_with_capacity(self.page_size)?);
+        let (limit, mut buffer) = (limit.min(tokens.count()), Vec::new());
         while at + self.page_size <= limit {
-            page.clear();
-            tokens.read(at..at + self.page_size, &mut page)?;
-            let key = chain.next(&page);
+            let key = chain.next(tokens.slice(at..at + self.page_size, &mut buffer)?);
             at += self.page_size;
             if at > prefix.cached && !lower.has_page(&key) {
                 break;
