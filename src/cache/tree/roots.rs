@@ -9,6 +9,8 @@ use super::{Namespace, NodeId};
 pub(super) struct Roots {
     /// The roots that can be found.
     ids: HashMap<Namespace, NodeId>,
+    /// That of requests without a name, which is in `ids`, too.
+    unnamed: Option<NodeId>,
     /// The namespaces of these roots.
     spaces: HashMap<NodeId, Space>,
     /// The number of detached roots, which stay until the leases below them end.
@@ -34,7 +36,10 @@ impl Roots {
     }
 
     pub(super) fn get(&self, name: &Namespace) -> Option<NodeId> {
-        self.ids.get(name).copied()
+        match name {
+            Namespace::Unnamed => self.unnamed,
+            name => self.ids.get(name).copied(),
+        }
     }
 
     pub(super) fn ids(&self) -> impl Iterator<Item = NodeId> + '_ {
@@ -51,6 +56,9 @@ impl Roots {
 
     pub(super) fn insert(&mut self, name: &Namespace, root: NodeId) {
         self.texts += 2 * name.text_bytes();
+        if *name == Namespace::Unnamed {
+            self.unnamed = Some(root);
+        }
         self.ids.insert(name.clone(), root);
         self.spaces.insert(root, Space { name: name.clone(), nodes: Vec::new() });
     }
@@ -59,6 +67,9 @@ impl Roots {
     /// exist.
     pub(super) fn remove(&mut self, root: NodeId) -> Vec<NodeId> {
         let Some(Space { name, nodes }) = self.spaces.remove(&root) else { return Vec::new() };
+        if name == Namespace::Unnamed {
+            self.unnamed = None;
+        }
         self.ids.remove(&name);
         self.texts -= 2 * name.text_bytes();
         self.listed -= nodes.capacity();
