@@ -97,14 +97,15 @@ impl Tree {
             return evicted;
         }
         self.record_shortage();
+        let mut reason = Reason::from(cause);
         while evicted.pages.len() < pages {
             let Some(NextLeaf { leaf, is_of_policy }) = self.next_leaf() else { break };
             // The policy cannot guess what follows a leaf that it does not have.
             if is_of_policy {
                 self.fetch_after(leaf);
             }
-            let worth = if is_of_policy { self.queues.policy.judged() } else { None };
-            self.trim(leaf, pages - evicted.pages.len(), &Reason { cause, worth }, &mut evicted);
+            reason.worth = if is_of_policy { self.queues.policy.judged() } else { None };
+            self.trim(leaf, pages - evicted.pages.len(), &reason, &mut evicted);
         }
         evicted
     }
@@ -187,8 +188,10 @@ impl Tree {
         if keep == 0 {
             let parent = self.node(leaf).parent;
             self.remove(leaf, evicted);
-            self.queue(parent);
-            self.drop_if_empty(parent);
+            if self.node(parent).children == 0 {
+                self.queue(parent);
+                self.drop_if_empty(parent);
+            }
             return;
         }
         self.drop_snapshot(leaf, evicted);
@@ -206,7 +209,7 @@ impl Tree {
         self.counts.heap_capacity -= freed;
         self.counts.cached -= trimmed.len();
         self.counts.pinned -= if history.priority > 0 { trimmed.len() } else { 0 };
-        self.keyed.record_removed(&trimmed, history, evicted);
+        self.keyed.record_removed(&trimmed, &history, evicted);
         evicted.pages.extend_from_slice(&trimmed);
     }
 
@@ -249,13 +252,12 @@ impl Tree {
         let is_pinned = self.is_pinned(leaf);
         self.counts.heap_capacity -= self.node(leaf).heap_capacity();
         let here = self.node_mut(leaf);
-        let history = here.history;
         here.tokens = ShortVec::new();
         let pages = std::mem::take(&mut here.pages);
         self.counts.cached -= pages.len();
         self.counts.pinned -= if is_pinned { pages.len() } else { 0 };
+        self.keyed.record_removed(&pages, &self.nodes[leaf].history, evicted);
         self.nodes.vacate(leaf);
-        self.keyed.record_removed(&pages, history, evicted);
         evicted.pages.extend_from_slice(&pages);
     }
 
@@ -301,7 +303,7 @@ impl Tree {
         for &id in nodes {
             let Node { history, pages, .. } = self.node_mut(id);
             let (history, pages) = (*history, std::mem::take(pages));
-            self.keyed.record_removed(&pages, history, &mut Evicted::default());
+            self.keyed.record_removed(&pages, &history, &mut Evicted::default());
             self.node_mut(id).pages = pages;
         }
     }

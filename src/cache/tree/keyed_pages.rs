@@ -49,7 +49,7 @@ impl KeyedPages {
 
     /// Records that `pages`, which have this history, can no longer be found. Appends the keys of those that could, the
     /// last one first, to those of `evicted`, which needs no memory if it has room for them.
-    pub(super) fn record_removed(&mut self, pages: &[Page], history: History, evicted: &mut Evicted) {
+    pub(super) fn record_removed(&mut self, pages: &[Page], history: &History, evicted: &mut Evicted) {
         let Some(keys) = &mut self.keys else { return };
         let Evicted { keys: removed, histories, .. } = evicted;
         let begin = removed.len();
@@ -58,7 +58,7 @@ impl KeyedPages {
             journal.removed(Tier::Device, None, &removed[begin..]);
         }
         removed[begin..].reverse();
-        histories.resize(removed.len(), history);
+        histories.resize(removed.len(), *history);
     }
 
     /// Makes room in `removed` and `histories` for the keys of `pages` pages and their histories.

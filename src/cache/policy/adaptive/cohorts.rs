@@ -150,7 +150,9 @@ impl Cohorts {
                 self.kinds[kind].pop_front();
                 self.free.push(cohort.end);
             }
-            self.occupied &= !(u128::from(self.kinds[kind].is_empty()) << kind);
+            if self.kinds[kind].is_empty() {
+                self.occupied &= !(1 << kind);
+            }
         }
         oldest.map(|head| self.id(head))
     }
@@ -173,7 +175,9 @@ impl Cohorts {
         let mut next = f64::INFINITY;
         for kind in occupied(self.occupied) {
             self.tidy(kind, now);
-            self.occupied &= !(u128::from(self.kinds[kind].is_empty()) << kind);
+            if self.kinds[kind].is_empty() {
+                self.occupied &= !(1 << kind);
+            }
             for cohort in &self.kinds[kind] {
                 let middle = u64::midpoint(cohort.from.tokens(), cohort.to.tokens());
                 let worth = worth(kind, self.ages.of(now.since(Tick::new(middle))));
