@@ -34,6 +34,7 @@ class Request:
     answer: list[int] = field(default_factory=list)
     row: int = 0
     lease: kvpool.Lease | None = None
+    retracted: kvpool.WaitingRequest | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -79,6 +80,8 @@ class Scheduler:
         self._release(request)
         self.waiting.appendleft(request)
         self.retractions += 1
+        # It is the next one: the cache gives up what it had last of all.
+        request.retracted = self.cache.add_waiting(request.tokens, rank=-self.retractions)
         self.given_back += len(request.tokens) - 1
 
     def _decode(self) -> kvpool.BatchPlan | None:
@@ -98,7 +101,7 @@ class Scheduler:
             lease.release()
             self.table.free(rows)
             return False
-        request.row, request.lease = rows[0], lease
+        request.row, request.lease, request.retracted = rows[0], lease, None
         self.running.append(request)
         self._generate([request], plan, request.tokens[lease.length :])
         return True
