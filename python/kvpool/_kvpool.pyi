@@ -2684,7 +2684,12 @@ class PrefixCache(Pool):
             TypeError: If `name` is of another type.
         """
     def add_waiting(
-        self, tokens: IndicesLike, *, namespace: Namespace = None, rank: int = 0
+        self,
+        tokens: IndicesLike,
+        *,
+        namespace: Namespace = None,
+        limit: SupportsIndex | None = None,
+        rank: int = 0,
     ) -> WaitingRequest:
         """Adds a request to the engine's waiting queue: what it would find now is evicted after everything that is not retained,
         until it is removed or dropped. Call it when a request arrives or is preempted, `WaitingRequest.update` now and then
@@ -2693,10 +2698,12 @@ class PrefixCache(Pool):
         Args:
             tokens: As in `match`. They are not kept.
             namespace: As in `match`.
+            limit: As in `match`. Pass the same: of states, the snapshot counts at which `match` will end.
             rank: Requests of a lower rank are served first; those of one rank in the order in which they were added.
 
         Raises:
             ArgumentError: As in `match`.
+            OverflowError: If `rank` does not fit 64 bits.
             TypeError: As in `match`.
         """
     def evict(self, tokens: SupportsIndex) -> int:
@@ -2993,8 +3000,8 @@ class WaitingRequest:
     `PrefixCache.add_waiting` or `ArenaPrefixCache.add_waiting`.
 
     Nothing is locked: memory that is short still evicts it, the prefix of the last request in the queue first, and a request
-    that runs always finds room. What several requests need counts as of the first of them. With states, the snapshot from
-    which a request would resume is kept likewise. Tiers are not told.
+    that runs always finds room. What several requests need counts as of the first of them. The snapshot from which a request
+    would resume, and the windows that it would read, are kept likewise. Tiers are not told.
 
     Dropping it removes it from the queue. Clearing the allocator or the arena does not: the request needs nothing then until
     it is updated.
@@ -3006,18 +3013,19 @@ class WaitingRequest:
     @property
     def rank(self) -> int:
         """Its place in the queue: see `PrefixCache.add_waiting`."""
-    def update(self, tokens: IndicesLike) -> int:
+    def update(self, tokens: IndicesLike, *, limit: SupportsIndex | None = None) -> int:
         """Looks the prompt up again, as others may have published more of it since. The request needs what it would find now.
         It does not count as a use.
 
         Args:
-            tokens: Token ids of the prompt, as in `PrefixCache.match`.
+            tokens: Token ids of the prompt, as in `PrefixCache.match`. Those behind what is found are not checked.
+            limit: As in `PrefixCache.add_waiting`.
 
         Returns:
             Tokens that it would find, in whole pages.
 
         Raises:
-            ArgumentError: If a token is outside of [0, 2**31).
+            ArgumentError: If a token that is looked up is outside of [0, 2**31), or `limit` is negative.
             StateError: If it was removed.
             TypeError: If `tokens` are not ints.
         """
@@ -3639,17 +3647,24 @@ class ArenaPrefixCache(Pool):
             TypeError: If `name` is of another type.
         """
     def add_waiting(
-        self, token_ids: IndicesLike, *, namespace: Namespace = None, rank: int = 0
+        self,
+        token_ids: IndicesLike,
+        *,
+        namespace: Namespace = None,
+        max_tokens: SupportsIndex | None = None,
+        rank: int = 0,
     ) -> WaitingRequest:
         """Adds a request to the engine's waiting queue: see `PrefixCache.add_waiting`.
 
         Args:
             token_ids: As in `match`. They are not kept.
             namespace: As in `match`.
+            max_tokens: As in `match`. Pass the same: of states, the snapshot counts at which `match` will end.
             rank: Requests of a lower rank are served first; those of one rank in the order in which they were added.
 
         Raises:
-            ArgumentError: If a token is outside of [0, 2**31).
+            ArgumentError: If a token is outside of [0, 2**31), or `max_tokens` is negative.
+            OverflowError: If `rank` does not fit 64 bits.
             TypeError: As in `match`.
         """
     def cached_len(
@@ -5566,7 +5581,7 @@ class BlockQueue:
         """Records that blocks were found, too, for a request that is in the waiting queue: others have computed them.
 
         Args:
-            request: What `add_waiting` returned.
+            request: What `add_waiting` returned. One that was removed needs nothing.
             blocks: The blocks, as in `add_waiting`. Those that were found before may be among them.
 
         Raises:

@@ -23,6 +23,7 @@ mod evict;
 mod explain;
 mod invariants;
 mod publish;
+mod waiting;
 
 use std::collections::hash_map::Entry;
 use std::fmt;
@@ -31,12 +32,10 @@ use crate::base::{Id, KeyMap, Page, Result, StateSlot, widen};
 use crate::layout::{CacheLayout, Group, GroupKind, PrefixUnits};
 
 use super::tree::{Hold, ResumeAt, Tree, TreePosition, TreeStats};
-use super::{
-    BlockTokens, CacheEvent, Cause, Namespace, PolicyKind, PrefillCost, SessionId, Tokens, WaitingId,
-    WaitingRank,
-};
+use super::{BlockTokens, CacheEvent, Cause, Namespace, PolicyKind, PrefillCost, SessionId, Tokens};
 use blocks::Blocks;
 use events::UnitEvents;
+use waiting::WaitingPlaces;
 
 pub use contents::CachedPage;
 pub use events::JournalOf;
@@ -154,6 +153,8 @@ pub struct GroupTree {
     holds: usize,
     /// The number of holds for copies, by the last block of their prefix.
     copies: KeyMap<Page, u32>,
+    /// What waiting requests need of windows and chunks.
+    waiting: WaitingPlaces,
     events: Option<UnitEvents>,
 }
 
@@ -202,6 +203,7 @@ impl GroupTree {
             vacant_ends,
             holds: 0,
             copies: KeyMap::default(),
+            waiting: WaitingPlaces::default(),
             events,
         }
     }
@@ -233,7 +235,7 @@ impl GroupTree {
         let stats = self.tree.stats();
         let ends = self.ends.capacity() * size_of::<Option<End>>();
         let events = self.events.as_ref().map_or(0, UnitEvents::bytes);
-        TreeStats { bytes: stats.bytes + self.blocks.bytes() + ends + events, ..stats }
+        TreeStats { bytes: stats.bytes + self.blocks.bytes() + ends + self.waiting.bytes() + events, ..stats }
     }
 
     /// Returns the number of units of a group.
@@ -293,38 +295,6 @@ impl GroupTree {
     /// Records that a session has ended: what only it has used is evicted first.
     pub fn end(&mut self, session: SessionId) {
         self.tree.end(session);
-    }
-
-    /// Adds a request that waits until it is served: see [`Tree::add_waiting`].
-    pub fn add_waiting(&mut self, rank: WaitingRank) -> WaitingId {
-        self.tree.add_waiting(rank)
-    }
-
-    /// Looks up what a waiting request would find: see [`Tree::look_up_waiting`].
-    ///
-    /// # Errors
-    /// See [`Tree::look_up_waiting`].
-    pub fn look_up_waiting(
-        &mut self,
-        request: WaitingId,
-        namespace: &Namespace,
-        tokens: &dyn Tokens,
-    ) -> Result<usize> {
-        let Self { tree, groups, page_size, step, blocks, .. } = self;
-        let rules = Rules { groups, page_size: *page_size, step: *step };
-        tree.look_up_waiting_at(request, namespace, tokens, |tree, place| {
-            tree.place_before(place, rules.usable(tree, blocks, place))
-        })
-    }
-
-    /// Removes a request that waits: see [`Tree::remove_waiting`].
-    pub fn remove_waiting(&mut self, request: WaitingId) {
-        self.tree.remove_waiting(request);
-    }
-
-    /// Lets the requests of `earlier`, which is no longer used, wait here, too. They need nothing until they are looked up.
-    pub(crate) fn keep_waiting_of(&mut self, earlier: &mut Self) {
-        self.tree.keep_waiting_of(&mut earlier.tree);
     }
 
     /// Works like [`Self::match_prefix`], and does not count as a use of the prefix.

@@ -112,16 +112,22 @@ impl<T: Id> WaitingNeeds<T> {
 
     /// Records that a request needs what has this id, which is not offered. One that was removed needs nothing.
     pub(crate) fn need(&mut self, request: WaitingId, id: T) {
-        let Some(needed) = self.by_request.get_mut(&request) else { return };
+        if !self.has(request) {
+            return;
+        }
+        let requests = self.requests_mut(id);
+        if let Err(at) = requests.binary_search(&request) {
+            requests.insert(at, request);
+            self.by_request.entry(request).or_default().push(id);
+        }
+    }
+
+    fn requests_mut(&mut self, id: T) -> &mut Vec<WaitingId> {
         let at = widen(id.number());
         if at >= self.by_id.len() {
             self.by_id.resize(at + 1, Vec::new());
         }
-        let requests = &mut self.by_id[at];
-        if let Err(at) = requests.binary_search(&request) {
-            requests.insert(at, request);
-            needed.push(id);
-        }
+        &mut self.by_id[at]
     }
 
     /// Returns whether a request needs what has this id.
@@ -162,28 +168,38 @@ impl<T: Id> WaitingNeeds<T> {
         if let Some(needed) = self.by_request.get_mut(&request) {
             needed.retain(|&other| other != id);
         }
-        if let Some(requests) = self.by_id.get_mut(widen(id.number())) {
-            requests.retain(|&other| other != request);
+        if let Some(requests) = self.by_id.get_mut(widen(id.number()))
+            && let Ok(at) = requests.binary_search(&request)
+        {
+            requests.remove(at);
+            if requests.is_empty() {
+                *requests = Vec::new();
+            }
         }
     }
 
     /// Ends the need of all requests for what has this id, which is not offered and means something else from now on.
     pub(crate) fn forget(&mut self, id: T) {
         if let Some(requests) = self.by_id.get_mut(widen(id.number())) {
-            requests.clear();
+            *requests = Vec::new();
         }
     }
 
     /// Lets all requests that need what has this id need another, or nothing, in its place. Neither is offered.
     pub(crate) fn replace(&mut self, id: T, by: Option<T>) {
-        let requests = self.by_id.get_mut(widen(id.number())).map(std::mem::take);
-        for request in requests.into_iter().flatten() {
-            if let Some(needed) = self.by_request.get_mut(&request) {
-                needed.retain(|&other| other != id);
+        let Some(requests) = self.by_id.get_mut(widen(id.number())).map(std::mem::take) else { return };
+        for request in &requests {
+            if let Some(needed) = self.by_request.get_mut(request) {
+                needed.retain(|&other| other != id && Some(other) != by);
+                needed.extend(by);
             }
-            if let Some(by) = by {
-                self.need(request, by);
-            }
+        }
+        if let Some(by) = by.filter(|_| !requests.is_empty()) {
+            let there = self.requests_mut(by);
+            there.extend(requests);
+            // Two runs in order, which merge in linear time.
+            there.sort();
+            there.dedup();
         }
     }
 
@@ -206,10 +222,26 @@ impl<T: Id> WaitingNeeds<T> {
 
     /// Returns the size of the bookkeeping in bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let needed = size_of::<(WaitingId, Vec<T>)>() + size_of::<T>() + size_of::<WaitingId>();
+        let needs: usize = self.by_request.values().map(Vec::len).sum();
         self.by_id.capacity() * size_of::<Vec<WaitingId>>()
-            + self.by_request.len() * needed
+            + self.by_request.len() * size_of::<(WaitingId, Vec<T>)>()
+            + needs * (size_of::<T>() + size_of::<WaitingId>())
             + self.offered.len() * size_of::<(Reverse<WaitingId>, T)>()
+    }
+
+    /// Describes a broken invariant, if there is one: what requests need is the same by request and by id.
+    pub(crate) fn broken_invariant(&self) -> Option<String> {
+        let by_id: usize = self.by_id.iter().map(Vec::len).sum();
+        let by_request =
+            self.by_request.iter().flat_map(|(request, ids)| ids.iter().map(move |id| (request, id)));
+        let is_listed = |(request, id): (&WaitingId, &T)| {
+            self.by_id.get(widen(id.number())).is_some_and(|requests| requests.contains(request))
+        };
+        let lost = by_request.clone().find(|&need| !is_listed(need));
+        let is_ordered = self.by_id.iter().all(|requests| requests.is_sorted());
+        let is_whole = lost.is_none() && by_id == by_request.count() && is_ordered;
+        (!is_whole)
+            .then(|| format!("needs of waiting requests: {by_id} by what is needed, not listed {lost:?}"))
     }
 
     /// Returns the earliest request that needs what has this id.

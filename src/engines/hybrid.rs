@@ -61,7 +61,7 @@ pub use place::Place;
 pub use report::{NodeState, PathNode, SlotRow, SlotRuns};
 pub use run::{BLOCK, TokenBlock, TokenRun, differ};
 pub use slot_owners::SecondOwners;
-pub use waiting::WaitingRequest;
+pub use waiting::QueuedRequest;
 
 /// A kind of attention, for which nodes have values. SGLang calls it a component.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -13,12 +13,13 @@ pub(super) trait HasWaiting: Send + Sync {
     /// Adds a request.
     fn add(&self, rank: WaitingRank, stream: Stream) -> WaitingId;
 
-    /// Looks up what a request would find: it needs that from now on.
+    /// Looks up what a request would find of the first `limit` tokens: it needs that from now on.
     fn look_up(
         &self,
         request: WaitingId,
         namespace: &Namespace,
         tokens: &dyn Tokens,
+        limit: usize,
         stream: Stream,
     ) -> Result<usize>;
 
@@ -43,10 +44,10 @@ pub(super) trait HasWaiting: Send + Sync {
 /// let cache = PrefixCache::new(config, allocator, None, None).unwrap();
 /// let prompt: &[i32] = &[5, 6, 7];
 /// let rank = WaitingRank::default();
-/// let request: WaitingRequest = cache.add_waiting(&Namespace::Unnamed, &prompt, rank, stream).unwrap();
+/// let request: WaitingRequest = cache.add_waiting(&Namespace::Unnamed, &prompt, 2, rank, stream).unwrap();
 /// assert_eq!((request.len(), request.rank(), cache.tree_stats(stream).waiting), (0, rank, 1));
 /// // Others may have published some of it meanwhile.
-/// assert_eq!(request.update(&prompt, stream).unwrap(), 0);
+/// assert_eq!(request.update(&prompt, 2, stream).unwrap(), 0);
 /// request.remove(stream);
 /// assert_eq!(cache.tree_stats(stream).waiting, 0);
 /// ```
@@ -67,25 +68,27 @@ impl WaitingRequest {
         shared: Weak<dyn HasWaiting>,
         namespace: &Namespace,
         tokens: &dyn Tokens,
+        limit: usize,
         rank: WaitingRank,
         stream: Stream,
     ) -> Result<Self> {
+        tokens.check(0..tokens.count())?;
         let id = shared.upgrade().map_or(WaitingId::new(rank, 0), |cache| cache.add(rank, stream));
         let (namespace, len) = (namespace.clone(), AtomicUsize::new(0));
         let this = Self { shared, id, namespace, len, stream };
-        this.update(tokens, stream)?;
+        this.update(tokens, limit, stream)?;
         Ok(this)
     }
 
-    /// Looks the prompt up again: the request needs what it would find now. Returns the tokens of that, in whole pages; 0
-    /// if the cache no longer exists.
+    /// Looks the first `limit` tokens of the prompt up again: the request needs what it would find of them now. Returns the
+    /// tokens of that, in whole pages; 0 if the cache no longer exists. Tokens behind what is found are not checked.
     ///
     /// # Errors
-    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a number that is no token id; the error of tokens
-    /// that cannot be read; [`ErrorKind::State`](crate::base::ErrorKind::State) after [`Self::remove`].
-    pub fn update(&self, tokens: &dyn Tokens, stream: Stream) -> Result<usize> {
-        let Some(cache) = self.shared.upgrade() else { return Ok(0) };
-        let len = cache.look_up(self.id, &self.namespace, tokens, stream)?;
+    /// The error of tokens that cannot be read; [`ErrorKind::State`](crate::base::ErrorKind::State) after
+    /// [`Self::remove`].
+    pub fn update(&self, tokens: &dyn Tokens, limit: usize, stream: Stream) -> Result<usize> {
+        let found = |cache: &dyn HasWaiting| cache.look_up(self.id, &self.namespace, tokens, limit, stream);
+        let len = self.shared.upgrade().map_or(Ok(0), |cache| found(&*cache))?;
         self.len.store(len, Ordering::Relaxed);
         Ok(len)
     }

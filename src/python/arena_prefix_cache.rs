@@ -195,22 +195,27 @@ impl ArenaPrefixCache {
     /// Args:
     ///     token_ids: As in `match`. They are not kept.
     ///     namespace: As in `match`.
+    ///     max_tokens: As in `match`. Pass the same: of states, the snapshot counts at which `match` will end.
     ///     rank: Requests of a lower rank are served first; those of one rank in the order in which they were added.
     ///
     /// Raises:
-    ///     ArgumentError: If a token is outside of [0, 2**31).
+    ///     ArgumentError: If a token is outside of [0, 2**31), or `max_tokens` is negative.
+    ///     OverflowError: If `rank` does not fit 64 bits.
     ///     TypeError: As in `match`.
-    #[pyo3(signature = (token_ids, *, namespace=None, rank=0))]
+    #[pyo3(signature = (token_ids, *, namespace=None, max_tokens=None, rank=0))]
     fn add_waiting(
         slf: &Bound<'_, Self>,
         token_ids: &Bound<'_, PyAny>,
         namespace: Option<&Bound<'_, PyAny>>,
+        max_tokens: Option<&Bound<'_, PyAny>>,
         rank: i64,
     ) -> PyResult<WaitingRequest> {
         let namespace = namespace_of(namespace)?;
+        let limit = limit_of(max_tokens)?;
         let rank = WaitingRank { priority: rank, arrival: 0 };
-        let request =
-            with_tokens(token_ids, |tokens| Ok(slf.get().cache.add_waiting(&namespace, tokens, rank)?))?;
+        let request = with_tokens(token_ids, |tokens| {
+            Ok(slf.get().cache.add_waiting(&namespace, tokens, limit, rank)?)
+        })?;
         Ok(WaitingRequest { request, cache: Box::new(slf.clone().unbind()) })
     }
 

@@ -362,22 +362,27 @@ impl PrefixCache {
     /// Args:
     ///     tokens: As in `match`. They are not kept.
     ///     namespace: As in `match`.
+    ///     limit: As in `match`. Pass the same: of states, the snapshot counts at which `match` will end.
     ///     rank: Requests of a lower rank are served first; those of one rank in the order in which they were added.
     ///
     /// Raises:
     ///     ArgumentError: As in `match`.
+    ///     OverflowError: If `rank` does not fit 64 bits.
     ///     TypeError: As in `match`.
-    #[pyo3(signature = (tokens, *, namespace=None, rank=0))]
+    #[pyo3(signature = (tokens, *, namespace=None, limit=None, rank=0))]
     fn add_waiting(
         slf: &Bound<'_, Self>,
         tokens: &Bound<'_, PyAny>,
         namespace: Option<&Bound<'_, PyAny>>,
+        limit: Option<&Bound<'_, PyAny>>,
         rank: i64,
     ) -> PyResult<WaitingRequest> {
         let (this, namespace) = (slf.get(), namespace_of(namespace)?);
+        let limit = limit.map_or(Ok(usize::MAX), |limit| args::count("limit", limit))?;
         let (rank, stream) = (WaitingRank { priority: rank, arrival: 0 }, this.stream(slf.py())?);
-        let request =
-            with_tokens(tokens, |tokens| Ok(this.cache.add_waiting(&namespace, tokens, rank, stream)?))?;
+        let request = with_tokens(tokens, |tokens| {
+            Ok(this.cache.add_waiting(&namespace, tokens, limit, rank, stream)?)
+        })?;
         Ok(WaitingRequest { request, cache: Box::new(slf.clone().unbind()) })
     }
 

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 
 use crate::pool::WaitingRequest as PoolRequest;
 
+use super::args;
 use super::cache_object::CacheObject;
 use super::tokens::with_tokens;
 
@@ -13,8 +14,8 @@ use super::tokens::with_tokens;
 /// `PrefixCache.add_waiting` or `ArenaPrefixCache.add_waiting`.
 ///
 /// Nothing is locked: memory that is short still evicts it, the prefix of the last request in the queue first, and a request
-/// that runs always finds room. What several requests need counts as of the first of them. With states, the snapshot from
-/// which a request would resume is kept likewise. Tiers are not told.
+/// that runs always finds room. What several requests need counts as of the first of them. The snapshot from which a request
+/// would resume, and the windows that it would read, are kept likewise. Tiers are not told.
 ///
 /// Dropping it removes it from the queue. Clearing the allocator or the arena does not: the request needs nothing then until
 /// it is updated.
@@ -42,18 +43,26 @@ impl WaitingRequest {
     /// It does not count as a use.
     ///
     /// Args:
-    ///     tokens: Token ids of the prompt, as in `PrefixCache.match`.
+    ///     tokens: Token ids of the prompt, as in `PrefixCache.match`. Those behind what is found are not checked.
+    ///     limit: As in `PrefixCache.add_waiting`.
     ///
     /// Returns:
     ///     Tokens that it would find, in whole pages.
     ///
     /// Raises:
-    ///     ArgumentError: If a token is outside of [0, 2**31).
+    ///     ArgumentError: If a token that is looked up is outside of [0, 2**31), or `limit` is negative.
     ///     StateError: If it was removed.
     ///     TypeError: If `tokens` are not ints.
-    fn update(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
+    #[pyo3(signature = (tokens, *, limit=None))]
+    fn update(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        limit: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
         let stream = self.cache.stream(py)?;
-        with_tokens(tokens, |tokens| Ok(self.request.update(tokens, stream)?))
+        let limit = limit.map_or(Ok(usize::MAX), |limit| args::count("limit", limit))?;
+        with_tokens(tokens, |tokens| Ok(self.request.update(tokens, limit, stream)?))
     }
 
     /// Removes the request from the queue, because it runs now or does not go on. A second call does nothing.

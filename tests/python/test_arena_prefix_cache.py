@@ -704,3 +704,72 @@ def test_a_clear_of_the_arena_does_not_end_the_wait() -> None:
     with pytest.raises(ArgumentError, match="-1"):
         cache.add_waiting([-1])
     assert cache.stats()["waiting"] == 0
+
+
+def test_the_windows_that_a_waiting_request_will_read_are_kept() -> None:
+    """The request parts from a prompt where none has ended."""
+    cache = make(full(), window(9))
+    prompt, other = list(range(24)), list(range(100, 124))
+    compute(cache, other)
+    with cache.match(prompt) as lease:
+        taken = some(cache.arena.alloc({"full": 6, "window": 6}))
+        lease.publish(prompt, taken)
+    request = cache.add_waiting([*prompt[:12], *[99] * 4])
+    assert request.length == 12
+    while cache.cached_len(other):
+        assert cache.arena.alloc({"window": 1}) is not None
+        assert cache.cached_len([*prompt[:12], 99]) == 12
+    # Nothing is locked.
+    while cache.cached_len(prompt[:12]):
+        assert cache.arena.alloc({"window": 1}) is not None
+    cache.verify()
+
+
+def test_windows_beside_a_lease_are_given_up_in_the_end() -> None:
+    cache = make(window(9), arena_bytes=1 << 12)
+    prompt = list(range(24))
+    lease = cache.match(prompt)
+    lease.publish(prompt, some(cache.arena.alloc({"window": 6})))
+    first, last = cache.add_waiting(prompt[:12]), cache.add_waiting(prompt[:16], rank=1)
+    assert (first.length, last.length) == (12, 16)
+    unneeded = cache.group_stats("window")["unneeded"]
+    last.update(prompt)
+    assert cache.group_stats("window")["unneeded"] > unneeded
+    last.update(prompt[:16])
+    while cache.cached_len(prompt[:16]) == 16:
+        assert cache.arena.alloc({"window": 1}) is not None
+        assert cache.cached_len(prompt[:12]) == 12
+    while cache.cached_len(prompt[:12]):
+        assert cache.arena.alloc({"window": 1}) is not None
+    assert lease.length == 24
+    cache.verify()
+
+
+def test_a_request_that_runs_leaves_the_end_that_another_waits_for() -> None:
+    cache = make(full(), window(9))
+    prompt, other = list(range(32)), list(range(100, 116))
+    compute(cache, other)
+    lease = cache.match(prompt)
+    lease.publish(prompt[:16], some(cache.arena.alloc({"full": 4, "window": 4})))
+    request = cache.add_waiting([*prompt[:16], 99])
+    assert request.length == 16
+    lease.publish(prompt, some(cache.arena.alloc({"full": 4, "window": 4})))
+    while cache.cached_len(other):
+        assert cache.arena.alloc({"window": 1}) is not None
+        assert cache.cached_len([*prompt[:16], 99]) == 16
+    cache.verify()
+
+
+def test_ends_that_nobody_waits_for_go_before_what_is_needed() -> None:
+    cache = make(full(), window(9))
+    old, prompt = list(range(100, 116)), list(range(32))
+    compute(cache, old)
+    compute(cache, prompt[:16])
+    lease = cache.match(prompt)
+    lease.publish(prompt, some(cache.arena.alloc({"full": 4, "window": 4})))
+    request = cache.add_waiting([*old, 99])
+    assert request.length == 16
+    while cache.cached_len([*prompt[:16], 99]):
+        assert cache.arena.alloc({"window": 1}) is not None
+        assert cache.cached_len([*old, 99]) == 16
+    cache.verify()

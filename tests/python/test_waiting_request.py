@@ -185,6 +185,18 @@ def test_a_request_needs_the_snapshot_before_the_one_that_was_evicted() -> None:
     assert scene.lens([1, 2, 3], [5]) == [1, 0]
 
 
+def test_the_limit_is_that_of_the_match_to_come() -> None:
+    scene = Scene(tracks=2)
+    scene.run([1, 2], state=1)
+    scene.run([1, 2, 3], state=1)
+    request = scene.cache.add_waiting([1, 2, 3], limit=2)
+    assert request.length == 2
+    for other in ([7], [8]):
+        scene.run(other, state=1)
+    assert scene.cache.match([1, 2, 3], limit=2).length == 2
+    assert (request.update([1, 2, 3], limit=1), request.update([1, 2, 3], limit=2)) == (0, 2)
+
+
 def test_a_clear_ends_the_needs_and_not_the_wait() -> None:
     scene = Scene()
     scene.run(OLD)
@@ -228,12 +240,18 @@ def test_rejects_bad_arguments() -> None:
         scene.cache.add_waiting(cast("Any", [1.5]))
     with pytest.raises(TypeError):
         scene.cache.add_waiting(OLD, rank=cast("Any", 1.5))
+    with pytest.raises(OverflowError):
+        scene.cache.add_waiting(OLD, rank=1 << 63)
+    with pytest.raises(ArgumentError, match="limit"):
+        scene.cache.add_waiting(OLD, limit=-1)
     with pytest.raises(TypeError):
         scene.cache.add_waiting(OLD, namespace=cast("Any", 1.5))
     assert scene.cache.stats()["waiting"] == 0
     request = scene.cache.add_waiting(OLD)
     with pytest.raises(ArgumentError, match="-1"):
-        request.update([1, 2, 3, -1])
+        request.update([-1, 2, 3])
+    with pytest.raises(ArgumentError, match="limit"):
+        request.update(OLD, limit=-1)
     assert request.length == 3
     request.remove()
     with pytest.raises(StateError, match="does not wait any more"):

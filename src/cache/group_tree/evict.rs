@@ -68,7 +68,8 @@ impl GroupTree {
     ///
     /// First units of windows that nothing needs, of the groups that are short, or that leave a slab empty. Then, with
     /// states, what is worth least for its memory. Without them, ends that a later one of the same request supersedes,
-    /// if windows are short; leaves, in the order of the policy; and what leases on longer prefixes do not need.
+    /// if windows are short; leaves, in the order of the policy; what leases on longer prefixes do not need; and leaves
+    /// that waiting requests need.
     ///
     /// `relief` is that of one call that is short: the slabs are looked through until none is left that helps.
     pub fn relieve(
@@ -103,7 +104,7 @@ impl GroupTree {
             let evicted = self.tree.evict_end(self.freed_memory(slabs), cause);
             return match evicted {
                 Some(evicted) => Some(self.recycle(evicted)),
-                None => self.free_unneeded_slab(slabs, false),
+                None => self.free_last(slabs),
             };
         }
         let has_short =
@@ -114,14 +115,24 @@ impl GroupTree {
             return Some(self.recycle(evicted));
         }
         let blocks = short.iter().map(|&(group, units)| units * self.blocks.pages_of_unit(group)).min()?;
-        let evicted = self.tree.evict(blocks, cause);
+        let evicted = self.tree.evict_unneeded(blocks, cause);
         if !evicted.pages.is_empty() {
             return Some(self.recycle(evicted));
         }
         if let Some(evicted) = self.tree.evict_unused_snapshot(true, cause) {
             return Some(self.recycle(evicted));
         }
-        self.free_unneeded_slab(slabs, false)
+        let evicted = self.tree.evict(blocks, cause);
+        if !evicted.pages.is_empty() {
+            return Some(self.recycle(evicted));
+        }
+        self.free_last(slabs)
+    }
+
+    /// Frees units that nothing needs beside others in their slab, or lets a waiting request need its own no longer.
+    fn free_last(&mut self, slabs: &Slabs) -> Option<UnitsToFree> {
+        let freed = self.free_unneeded_slab(slabs, false);
+        freed.or_else(|| self.give_up_last_place().then(UnitsToFree::default))
     }
 
     /// Returns false if `wanted` units would not fit `slabs` even if this tree gave up all that no lease needs. Looks
@@ -243,6 +254,9 @@ impl GroupTree {
             for (group, numbers) in states.zip(end.states) {
                 groups[group].extend(numbers);
             }
+        }
+        for &block in &evicted.pages {
+            self.forget_place(block);
         }
         for &block in &evicted.pages {
             self.blocks.remove(block, |group, unit| groups[group].push(unit));

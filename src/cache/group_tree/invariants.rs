@@ -58,7 +58,7 @@ impl GroupTree {
         None
     }
 
-    /// Checks that units count the ends and holds that need them, and that ends have theirs.
+    /// Checks that units count the ends, waiting requests and holds that need them, and that the former have theirs.
     fn broken_needs(&self, holds: Option<&[&GroupHold]>) -> Option<String> {
         let mut expected: HashMap<(usize, Page), u32> = HashMap::new();
         let mut count = |last: Option<Page>, tokens: usize, is_end: bool| {
@@ -85,6 +85,11 @@ impl GroupTree {
         for end in self.ends.iter().flatten() {
             ends += 1;
             if let Some(broken) = count(Some(end.block), end.tokens, true) {
+                return Some(broken);
+            }
+        }
+        for (block, tokens) in self.waiting.iter() {
+            if let Some(broken) = count(Some(block), tokens, true) {
                 return Some(broken);
             }
         }

@@ -94,7 +94,7 @@ enum SnapshotRank {
     Superseded,
     /// It is the last snapshot of its request.
     Last,
-    /// A waiting request will resume from it.
+    /// A waiting request will resume from it. No snapshot has this rank for itself.
     Needed,
 }
 
@@ -396,10 +396,14 @@ impl Tree {
         if is_whole { self.snapshot_at(place.node) } else { None }
     }
 
-    /// Takes the snapshot at the end of a hold, if nothing ends or goes on there but that hold and `others`.
+    /// Takes the snapshot at the end of a hold, if nothing ends or goes on there but that hold and `others`, and no waiting
+    /// request needs it.
     pub(in crate::cache) fn take_own_snapshot(&mut self, hold: &mut Hold, others: u32) -> Option<StateSlot> {
         let here = self.node(hold.node);
-        let is_alone = here.children == 0 && here.has_snapshot && here.leases == 1 + others;
+        let is_alone = here.children == 0
+            && here.has_snapshot
+            && here.leases == 1 + others
+            && !self.queues.waiting.needs(hold.node);
         if !is_alone {
             return None;
         }

@@ -1,13 +1,15 @@
 //! What requests in the engine's waiting queue will find: it is evicted after all else that is not retained.
 //!
-//! A request needs the tokens up to a node. Only leaves are evicted, so it is enough to know that node: those before it
-//! are safe behind it. If it is evicted all the same, the request needs what is left: up to the snapshot before it, if it
-//! had one, and else up to its parent. A node that is split keeps its end, and the requests with it.
+//! A request needs the tokens up to a node, and the snapshot at its end if it was found up to there. Only leaves are
+//! evicted, so it is enough to know that node: the pages before it are safe behind it. If it is evicted all the same, the
+//! request needs what is left: up to the snapshot before it, if it had one, and else up to its parent. A node that is split
+//! keeps its end, and the requests with it.
 //!
-//! *Cost.* A look-up costs as much as a match, and a logarithm of the number of requests that wait.
+//! *Cost.* A look-up visits the nodes that a match would, and may split one. To change what requests need is logarithmic in
+//! their number; to remove a node that many need, linear.
 
 use super::{Kind, Namespace, NodeId, Tokens, Tree, TreePosition};
-use crate::base::{Error, Result};
+use crate::base::{Error, Page, Result};
 use crate::cache::{WaitingId, WaitingRank};
 
 impl Tree {
@@ -32,29 +34,31 @@ impl Tree {
     ///     drop(tree.release(hold));
     /// }
     /// let request: WaitingId = tree.add_waiting(WaitingRank::default());
-    /// assert_eq!(tree.look_up_waiting(request, &name, &prompts[0]).unwrap(), 2);
+    /// assert_eq!(tree.look_up_waiting(request, &name, &prompts[0], 2).unwrap(), 2);
     /// let cause = || Cause { pressure: Pressure::Alloc, at: Instant::now() };
     /// assert_eq!(tree.evict(1, cause()).pages, [Page::new(30)], "a waiting request needs the older prompt");
     /// assert_eq!(tree.evict(1, cause()).pages, [Page::new(21)], "nothing is locked");
     /// tree.remove_waiting(request);
-    /// assert!(tree.look_up_waiting(request, &name, &prompts[0]).is_err());
+    /// assert!(tree.look_up_waiting(request, &name, &prompts[0], 2).is_err());
     /// ```
     pub fn add_waiting(&mut self, rank: WaitingRank) -> WaitingId {
         self.queues.waiting.add(rank)
     }
 
-    /// Looks up what a waiting request would find, and returns its length. The request needs that from now on, in place
-    /// of what it needed before. It does not count as a use.
+    /// Looks up what a waiting request would find of the first `limit` of `tokens`, and returns its length. The request
+    /// needs that from now on, in place of what it needed before. It does not count as a use. Tokens behind what is found
+    /// are not checked.
     ///
     /// # Errors
-    /// See [`Self::match_prefix`]; also [`ErrorKind::State`](crate::base::ErrorKind::State) if the request was removed.
+    /// See [`Self::cached_len`]; also [`ErrorKind::State`](crate::base::ErrorKind::State) if the request was removed.
     pub fn look_up_waiting(
         &mut self,
         request: WaitingId,
         namespace: &Namespace,
         tokens: &dyn Tokens,
+        limit: usize,
     ) -> Result<usize> {
-        self.look_up_waiting_at(request, namespace, tokens, Self::usable_place)
+        self.look_up_waiting_at(request, namespace, tokens, limit, Self::usable_place)
     }
 
     /// Works like [`Self::look_up_waiting`]. The request would go on at the place that `usable` returns, which is at or
@@ -64,13 +68,13 @@ impl Tree {
         request: WaitingId,
         namespace: &Namespace,
         tokens: &dyn Tokens,
+        limit: usize,
         usable: impl FnOnce(&Self, TreePosition) -> TreePosition,
     ) -> Result<usize> {
         if !self.queues.waiting.has(request) {
             return Err(Error::state("the request does not wait any more: it was removed"));
         }
-        let place = self.place_of(namespace, tokens, self.in_whole_pages(tokens.count()))?;
-        tokens.check(place.map_or(0, |place| place.len)..tokens.count())?;
+        let place = self.place_of(namespace, tokens, limit.min(tokens.count()))?;
         let end = place.map(|place| usable(self, place)).filter(|end| end.len > 0);
         end.map_or(Ok(()), |end| self.check_memory_at(end, 0, 0))?;
         let node = end.map(|end| self.split_node(end));
@@ -87,6 +91,12 @@ impl Tree {
         let needed = self.queues.waiting.needed_by(request).first().copied();
         self.requeue(needed, |tree, id| tree.queues.waiting.end_need(request, id));
         self.queues.waiting.remove(request);
+    }
+
+    /// Returns the last page of what a waiting request needs.
+    pub(in crate::cache) fn waiting_page(&self, request: WaitingId) -> Option<Page> {
+        let &needed = self.queues.waiting.needed_by(request).first()?;
+        self.node(needed).pages.last().copied()
     }
 
     /// Returns the number of requests that wait.
@@ -129,8 +139,19 @@ impl Tree {
         }
     }
 
-    /// Describes a leaf that waiting requests need and that is not in the queue for those, or the other way round.
+    /// Describes a leaf that waiting requests need and that is not in the queue for those, or the other way round; or a
+    /// request that needs something from which it could not go on.
     pub(super) fn broken_needs(&self) -> Option<String> {
+        if let Some(broken) = self.queues.waiting.broken_invariant() {
+            return Some(broken);
+        }
+        let lost = self.queues.waiting.needed().find(|&id| {
+            let here = self.node(id);
+            here.kind != Kind::Run || here.pages.is_empty() || (self.is_stateful && !here.has_snapshot)
+        });
+        if let Some(lost) = lost {
+            return Some(format!("a waiting request needs {lost:?}, where it cannot go on"));
+        }
         let queued = |id: &NodeId| self.node(*id).is_queued && self.node(*id).history.priority == 0;
         let mut needed: Vec<_> = self.nodes.ids().filter(queued).collect();
         needed.retain(|&id| self.queues.waiting.needs(id));

@@ -11,7 +11,7 @@ use crate::cache::{WaitingId, WaitingRank};
 
 /// A request of a waiting queue, by what is known of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct WaitingRequest {
+pub struct QueuedRequest {
     /// The request in the queue before, if it was in it.
     pub known: Option<WaitingId>,
     /// The node at the end of what was found for it, if it was looked up since. With one that no longer exists, it needs
@@ -29,7 +29,7 @@ impl HybridTree {
     /// ```
     /// use kvpool::base::{EngineSlot, Id};
     /// use kvpool::cache::Namespace;
-    /// use kvpool::engines::hybrid::{EvictionOrder, HybridConfig, HybridTree, Insert, WaitingRequest};
+    /// use kvpool::engines::hybrid::{EvictionOrder, HybridConfig, HybridTree, Insert, QueuedRequest};
     /// let order = EvictionOrder::Adaptive(8);
     /// let mut tree = HybridTree::new(HybridConfig { page_size: 1, order, window: None, state: None });
     /// let prompts: [&[i64]; 2] = [&[5], &[6]];
@@ -38,16 +38,16 @@ impl HybridTree {
     ///     tree.begin(&Namespace::Unnamed, prompt, &slots.as_slice(), Insert::default()).unwrap();
     /// }
     /// let found = Some(tree.find(&Namespace::Unnamed, &prompts[0]).node);
-    /// let known = tree.set_waiting(&[WaitingRequest { found, ..WaitingRequest::default() }])[0];
+    /// let known = tree.set_waiting(&[QueuedRequest { found, ..QueuedRequest::default() }])[0];
     /// assert_eq!(tree.evict_full(1).full, [EngineSlot::new(21)], "a waiting request needs the older prompt");
-    /// tree.set_waiting(&[WaitingRequest { known: Some(known), found: None }]);
+    /// tree.set_waiting(&[QueuedRequest { known: Some(known), found: None }]);
     /// assert_eq!(tree.evict_full(1).full, [EngineSlot::new(20)], "nothing is locked");
     /// ```
-    pub fn set_waiting(&mut self, queue: &[WaitingRequest]) -> Vec<WaitingId> {
+    pub fn set_waiting(&mut self, queue: &[QueuedRequest]) -> Vec<WaitingId> {
         let Some(worth) = self.queue.worth() else {
             return vec![WaitingId::new(WaitingRank::default(), 0); queue.len()];
         };
-        let needed_by = |request: &WaitingRequest| {
+        let needed_by = |request: &QueuedRequest| {
             let found = request.found.and_then(|node| self.at(node));
             let before = || worth.waiting.needed_by(request.known?).first().copied();
             found.or_else(before).filter(|&id| id != ROOT)
@@ -116,7 +116,7 @@ mod tests {
 
     /// Sets the queue to new requests with these prompts.
     fn wait(tree: &mut HybridTree, prompts: &[&[i64]]) -> Vec<WaitingId> {
-        let find = |prompt: &&[i64]| WaitingRequest {
+        let find = |prompt: &&[i64]| QueuedRequest {
             known: None,
             found: Some(tree.find(&Namespace::Unnamed, prompt).node),
         };
@@ -168,7 +168,7 @@ mod tests {
             insert(&mut tree, prompt);
         }
         assert_eq!(evicted(&mut tree, 1), [2]);
-        tree.set_waiting(&[WaitingRequest { known: Some(known), found: None }]);
+        tree.set_waiting(&[QueuedRequest { known: Some(known), found: None }]);
         insert(&mut tree, &[4]);
         assert_eq!(evicted(&mut tree, 1), [3]);
     }

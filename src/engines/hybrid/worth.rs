@@ -348,8 +348,8 @@ mod tests {
     use crate::cache::{BlockKey, Namespace, NodeHandle, Novelty, Remembered};
     use crate::engines::AfterTurn;
     use crate::engines::hybrid::{
-        EvictionOrder, HybridConfig, Insert, Part, Queue, Receipt, SkippedParts, StateConfig, Victim,
-        WaitingRequest, WindowConfig, WindowRelease,
+        EvictionOrder, HybridConfig, Insert, Part, Queue, QueuedRequest, Receipt, SkippedParts, StateConfig,
+        Victim, WindowConfig, WindowRelease,
     };
 
     /// Tokens of a page; a block has two.
@@ -678,7 +678,7 @@ mod tests {
 
         /// Looks the request of the waiting queue up that is at a place, if one is named, and sets the queue.
         fn wait(&mut self, looked_up: Option<usize>) {
-            let known = |request: &Waiting| WaitingRequest { known: request.known, found: None };
+            let known = |request: &Waiting| QueuedRequest { known: request.known, found: None };
             let mut queue: Vec<_> = self.waiting.iter().map(known).collect();
             if let Some(at) = looked_up {
                 let (name, path) = self.waiting[at].prompt.clone();

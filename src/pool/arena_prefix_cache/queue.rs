@@ -20,9 +20,10 @@ impl HasWaiting for ArenaCacheCore {
         request: WaitingId,
         namespace: &Namespace,
         tokens: &dyn Tokens,
+        limit: usize,
         _stream: Stream,
     ) -> Result<usize> {
-        self.current().groups.look_up_waiting(request, namespace, tokens)
+        self.current().groups.look_up_waiting(request, namespace, tokens, limit)
     }
 
     fn remove(&self, request: WaitingId, _stream: Stream) {
@@ -31,20 +32,23 @@ impl HasWaiting for ArenaCacheCore {
 }
 
 impl ArenaPrefixCache {
-    /// Adds a request to the engine's waiting queue, behind those of its rank. What it would find of `tokens` is evicted
+    /// Adds a request to the engine's waiting queue, behind those of its rank. What it would find of the first `limit` of `tokens`
+    /// is evicted
     /// after all else, that of the last request in the queue first, until it is removed. What several requests need counts
     /// as of the first of them. The tier below is not told of it.
     ///
     /// # Errors
-    /// See [`WaitingRequest::update`].
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a number that is no token id; the error of tokens
+    /// that cannot be read.
     pub fn add_waiting(
         &self,
         namespace: &Namespace,
         tokens: &dyn Tokens,
+        limit: usize,
         rank: WaitingRank,
     ) -> Result<WaitingRequest> {
         let core: Weak<ArenaCacheCore> = Arc::downgrade(&self.core);
         let stream = Stream::default_of(self.core.arena.device());
-        WaitingRequest::new(core, namespace, tokens, rank, stream)
+        WaitingRequest::new(core, namespace, tokens, limit, rank, stream)
     }
 }

@@ -20,9 +20,11 @@ impl HasWaiting for CacheCore {
         request: WaitingId,
         namespace: &Namespace,
         tokens: &dyn Tokens,
+        limit: usize,
         stream: Stream,
     ) -> Result<usize> {
-        self.with_tree(stream, |tree| tree.look_up_waiting(request, namespace, tokens)).unwrap_or(Ok(0))
+        self.with_tree(stream, |tree| tree.look_up_waiting(request, namespace, tokens, limit))
+            .unwrap_or(Ok(0))
     }
 
     fn remove(&self, request: WaitingId, stream: Stream) {
@@ -31,20 +33,23 @@ impl HasWaiting for CacheCore {
 }
 
 impl PrefixCache {
-    /// Adds a request to the engine's waiting queue, behind those of its rank. What it would find of `tokens` is evicted
+    /// Adds a request to the engine's waiting queue, behind those of its rank. What it would find of the first `limit` of `tokens`
+    /// is evicted
     /// after all else that is not retained, that of the last request in the queue first, until it is removed. What several
     /// requests need counts as of the first of them. The tier below is not told of it.
     ///
     /// # Errors
-    /// See [`WaitingRequest::update`].
+    /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a number that is no token id; the error of tokens
+    /// that cannot be read.
     pub fn add_waiting(
         &self,
         namespace: &Namespace,
         tokens: &dyn Tokens,
+        limit: usize,
         rank: WaitingRank,
         stream: Stream,
     ) -> Result<WaitingRequest> {
         let shared: Weak<CacheCore> = Arc::downgrade(&self.shared);
-        WaitingRequest::new(shared, namespace, tokens, rank, stream)
+        WaitingRequest::new(shared, namespace, tokens, limit, rank, stream)
     }
 }

@@ -269,7 +269,7 @@ impl BlockQueue {
     /// Records that blocks were found, too, for a request that is in the waiting queue: others have computed them.
     ///
     /// Args:
-    ///     request: What `add_waiting` returned.
+    ///     request: What `add_waiting` returned. One that was removed needs nothing.
     ///     blocks: The blocks, as in `add_waiting`. Those that were found before may be among them.
     ///
     /// Raises:

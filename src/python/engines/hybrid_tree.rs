@@ -14,7 +14,7 @@ use crate::base::{EngineSlot, Error, Id};
 use crate::cache::{NodeHandle, WaitingId, WaitingRank};
 use crate::engines::hybrid::{
     Boundary, EvictionOrder, HybridConfig, HybridTree as Tree, Insert, LockResult, NegativeSize, PageDigest,
-    Part, StateConfig, StateRelease, Victim, WaitingRequest, WindowConfig, WindowRelease,
+    Part, QueuedRequest, StateConfig, StateRelease, Victim, WindowConfig, WindowRelease,
 };
 
 use super::hybrid_names::name_of;
@@ -318,11 +318,11 @@ impl HybridTree {
     ///     The number of each request from now on.
     #[expect(clippy::needless_pass_by_value, reason = "the argument of a Python call")]
     fn set_waiting(&self, requests: Vec<(Option<i64>, Option<u64>)>) -> Vec<i64> {
-        let request = |&(known, found): &(Option<i64>, Option<u64>)| WaitingRequest {
+        let request = |&(known, found): &(Option<i64>, Option<u64>)| QueuedRequest {
             known: known.map(|number| WaitingId::new(WaitingRank::default(), number)),
             found: found.map(handle_of),
         };
-        let queue: Vec<WaitingRequest> = requests.iter().map(request).collect();
+        let queue: Vec<QueuedRequest> = requests.iter().map(request).collect();
         self.lock().set_waiting(&queue).into_iter().map(WaitingId::number).collect()
     }
 

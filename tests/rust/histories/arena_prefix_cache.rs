@@ -277,20 +277,21 @@ impl World {
     fn wait(&mut self, source: &mut Source<'_>) {
         let (tokens, namespace) = (self.prompt(source), Self::namespace(source));
         let (kept, all): (_, Vec<_>) = (self.kept(), (0..self.groups.len()).collect());
-        let tokens = tokens.as_slice();
+        let (tokens, limit) = (tokens.as_slice(), source.below(62));
+        let prefix = &tokens[..limit.min(tokens.len())];
         let rank = WaitingRank { priority: int(source.below(2)), arrival: 0 };
-        let request = self.cache.add_waiting(&namespace, &tokens, rank).expect("tokens");
-        assert_eq!(request.len(), self.longest(&kept, &namespace, tokens, &all));
+        let request = self.cache.add_waiting(&namespace, &tokens, limit, rank).expect("tokens");
+        assert_eq!(request.len(), self.longest(&kept, &namespace, prefix, &all));
         if self.queue.len() == 3 {
             let other = self.queue.swap_remove(source.below(3));
-            let found = other.update(&tokens, Stream::DEFAULT).expect("tokens");
+            let found = other.update(&tokens, limit, Stream::DEFAULT).expect("tokens");
             assert!(
                 [Namespace::Unnamed, Namespace::Number(1)]
                     .iter()
-                    .any(|namespace| { found == self.longest(&kept, namespace, tokens, &all) })
+                    .any(|namespace| { found == self.longest(&kept, namespace, prefix, &all) })
             );
             other.remove(Stream::DEFAULT);
-            refused(other.update(&tokens, Stream::DEFAULT), ErrorKind::State);
+            refused(other.update(&tokens, limit, Stream::DEFAULT), ErrorKind::State);
         }
         self.queue.push(request);
         assert_eq!(self.kept(), kept);

@@ -432,35 +432,33 @@ impl Prefixes {
     /// Adds a request to the waiting queue, looks one up again, or removes one.
     fn wait(&mut self, source: &mut Source<'_>) {
         if self.queue.len() < 3 && source.flip() {
-            let (name, prompt, priority) =
-                (source.below(size(NAMESPACES)), tokens(source, 24), int(source.below(2)));
+            let (name, prompt, limit, priority) =
+                (source.below(size(NAMESPACES)), tokens(source, 24), source.below(26), int(source.below(2)));
             let (namespace, rank) = (Namespace::Number(int(name)), WaitingRank { priority, arrival: 0 });
-            let request = self.cache.add_waiting(&namespace, &prompt.as_slice(), rank, STREAM);
+            let request = self.cache.add_waiting(&namespace, &prompt.as_slice(), limit, rank, STREAM);
             let request = request.expect("valid tokens");
             let at = self.queue.partition_point(|other| other.request.rank() <= rank);
             self.queue.insert(at, Waiting { request, name, prompt, needed: None });
-            self.look_up_waiting(at);
+            self.look_up_waiting(at, limit);
         } else if !self.queue.is_empty() {
             let at = source.below(self.queue.len());
             if source.flip() {
-                let Waiting { request, prompt, .. } = &self.queue[at];
-                request.update(&prompt.as_slice(), STREAM).expect("valid tokens");
-                let invalid: &[i32] = &[-1; 24];
-                refused(request.update(&invalid, STREAM), Refusal::at(ErrorKind::Argument, -1));
-                self.look_up_waiting(at);
+                let (Waiting { request, prompt, .. }, limit) = (&self.queue[at], source.below(26));
+                request.update(&prompt.as_slice(), limit, STREAM).expect("valid tokens");
+                self.look_up_waiting(at, limit);
             } else {
                 let Waiting { request, prompt, .. } = self.queue.remove(at);
                 request.remove(STREAM);
-                refused(request.update(&prompt.as_slice(), STREAM), ErrorKind::State);
+                refused(request.update(&prompt.as_slice(), 24, STREAM), ErrorKind::State);
             }
         }
     }
 
     /// Notes that a waiting request was looked up.
-    fn look_up_waiting(&mut self, at: usize) {
+    fn look_up_waiting(&mut self, at: usize, limit: usize) {
         let Waiting { request, name, prompt, .. } = &self.queue[at];
         let generation = self.current[*name];
-        let len = self.usable(generation, prompt);
+        let len = self.usable(generation, &prompt[..limit.min(prompt.len())]);
         assert_eq!(request.len(), len);
         self.queue[at].needed = (len > 0).then(|| (generation, self.queue[at].prompt[..len].to_vec()));
     }

@@ -203,7 +203,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_measured(options: argparse.Namespace) -> None:
-    """Exit if the options of what is measured without a clock do not go together."""
+    """Exit if the options of what is measured of the prefix cache alone do not go together."""
     if (options.compare or options.states is not None) and options.capacity is None:
         options.capacity = COMPARED_CAPACITIES
     if options.states is not None and (options.compare or options.plot is not None):

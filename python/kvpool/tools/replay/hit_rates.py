@@ -187,7 +187,9 @@ def measure(trace: Trace, job: Job, on_rate: Callable[[HitRate], None] = lambda 
         raise ConfigError(f"capacity {min(job.capacities)} is less than a block of {trace.block_size} tokens")
     for name in {ADAPTIVE_IN_SECONDS, *OPTIONAL_POLICIES}.intersection(job.policies):
         if not job.costs:
-            raise ConfigError(f"policy {name!r} needs a cost, by which it counts or requests wait")
+            raise ConfigError(
+                f"policy {name!r} needs a cost, by which it counts or requests wait, as `--compare` has"
+            )
     if WITH_SESSIONS in job.policies and trace.followed_by is None:
         raise ConfigError(f"policy {WITH_SESSIONS!r}: the trace does not say what follows a request")
     own = {*POLICIES, ADAPTIVE_IN_SECONDS, WITH_SESSIONS, *OPTIONAL_POLICIES}
@@ -327,7 +329,7 @@ def _found(
         if sessions:
             sessions.tell(request)
         if queue:
-            queue.end(request, length)
+            queue.end(request, int(found[request]) * trace.block_size)
     return found
 
 

@@ -139,7 +139,7 @@ def print_comparison(rates: HitRates, console: Console) -> None:
             for cost, seconds in zip(rates.costs, rates.prefill_s, strict=True)
         ),
         f"p50, p99: seconds to the first token with {rates.costs[0].name}, one prompt after another, at a "
-        f"rate that takes {rates.load:.0%} of its time without a cache.",
+        f"rate that takes {100 * rates.load:.3g}% of its time without a cache.",
         f"{sum(rate.wall_s for rate in rates.rates):,.1f} s",
         sep="\n",
         highlight=False,
