@@ -13,7 +13,7 @@
 //! While the cache saves less than that, apart from a small [`Margin`], and until the policy has learned
 //! enough, the least recently used leaf is evicted instead. So what it saves, tokens or with a cost seconds, falls
 //! behind least-recently-used eviction by that margin and by what changes of the order cost: about 3 % once many times
-//! the capacity was looked up.
+//! the capacity was looked up, and more in a cache of a few prompts, each of which is more than the margin.
 //!
 //! A tier below evicts by the same worth ([`Learned`]), as long as more is found in both than recency would find there.
 //!
