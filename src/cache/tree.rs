@@ -302,7 +302,7 @@ impl Tree {
             locked: tokens(self.counts.locked),
             nodes: self.nodes.len() - self.roots.len(),
             snapshots: self.snapshots.len(),
-            waiting: self.waiting(),
+            waiting: self.queues.waiting.len(),
             bytes: self.counts.heap_capacity * size_of::<u32>()
                 + self.nodes.bytes()
                 + self.edges.bytes()

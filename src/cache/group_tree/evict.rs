@@ -69,7 +69,7 @@ impl GroupTree {
     /// First units of windows that nothing needs, of the groups that are short, or that leave a slab empty. Then, with
     /// states, what is worth least for its memory. Without them, ends that a later one of the same request supersedes,
     /// if windows are short; leaves, in the order of the policy; what leases on longer prefixes do not need; and leaves
-    /// that waiting requests need.
+    /// that waiting requests need. When nothing else is left, the units of windows that these need beside leases.
     ///
     /// `relief` is that of one call that is short: the slabs are looked through until none is left that helps.
     pub fn relieve(

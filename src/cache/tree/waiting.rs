@@ -99,12 +99,6 @@ impl Tree {
         self.node(needed).pages.last().copied()
     }
 
-    /// Returns the number of requests that wait.
-    #[must_use]
-    pub fn waiting(&self) -> usize {
-        self.queues.waiting.len()
-    }
-
     /// Lets the requests of `earlier`, which is no longer used, wait here, too. They need nothing until they are looked up.
     pub(crate) fn keep_waiting_of(&mut self, earlier: &mut Self) {
         self.queues.waiting = std::mem::take(&mut earlier.queues.waiting).without_needs();
