@@ -32,10 +32,9 @@ impl HasWaiting for ArenaCacheCore {
 }
 
 impl ArenaPrefixCache {
-    /// Adds a request to the engine's waiting queue, behind those of its rank. What it would find of the first `limit` of `tokens`
-    /// is evicted
-    /// after all else, that of the last request in the queue first, until it is removed. What several requests need counts
-    /// as of the first of them. The tier below is not told of it.
+    /// Adds a request to the engine's waiting queue, behind those of its rank. What it would find of the first `limit` of
+    /// `tokens` is evicted after all else, that of the last request in the queue first, until it is removed. What several
+    /// requests need counts as of the first of them. The tier below is not told of it.
     ///
     /// # Errors
     /// [`ErrorKind::Argument`](crate::base::ErrorKind::Argument) for a number that is no token id; the error of tokens

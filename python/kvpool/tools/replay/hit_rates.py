@@ -185,8 +185,8 @@ def measure(trace: Trace, job: Job, on_rate: Callable[[HitRate], None] = lambda 
         raise ConfigError(f"page_size {page_size} does not divide the trace's blocks of {trace.block_size}")
     if min(job.capacities) < trace.block_size:
         raise ConfigError(f"capacity {min(job.capacities)} is less than a block of {trace.block_size} tokens")
-    for name in {ADAPTIVE_IN_SECONDS, *OPTIONAL_POLICIES}.intersection(job.policies):
-        if not job.costs:
+    for name in job.policies:
+        if name in {ADAPTIVE_IN_SECONDS, *OPTIONAL_POLICIES} and not job.costs:
             raise ConfigError(
                 f"policy {name!r} needs a cost, by which it counts or requests wait, as `--compare` has"
             )
