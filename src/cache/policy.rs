@@ -239,7 +239,7 @@ impl History {
 pub struct Worth {
     /// That of the victim.
     pub victim: f64,
-    /// The least of the leaves of another class, position or age; infinite if there was none.
+    /// The least of the leaves of another class, position or age among which it was chosen; infinite if there was none.
     pub least_kept: f64,
 }
 
@@ -299,6 +299,13 @@ pub trait Policy: fmt::Debug + Send {
     /// Returns the leaf to evict next, or `None` if there is none. The leaf stays in the policy until it is
     /// removed.
     fn victim(&mut self, now: Tick) -> Option<NodeId>;
+
+    /// Returns how many tokens of the last victim, which are the last of those at `positions`, may be evicted before the
+    /// next one is asked for. If that is less than a page, a page is evicted.
+    fn may_evict(&mut self, positions: Range<u32>, history: &History) -> u32 {
+        let _ = history;
+        positions.end - positions.start
+    }
 
     /// Records that the cache is short of memory and keeps `tokens` tokens. Requests and snapshots may have more of the
     /// memory at one time than at another.
@@ -403,6 +410,12 @@ pub trait Policy: fmt::Debug + Send {
     /// Records that `tokens` tokens were published that fill no block, or not yet.
     fn record_fragment(&mut self, tokens: u32, now: Tick) {
         let _ = (tokens, now);
+    }
+
+    /// Records that the tokens at these positions, which have this history, are evicted because the cache is short of
+    /// memory.
+    fn record_evicted(&mut self, positions: Range<u32>, history: &History, now: Tick) {
+        let _ = (positions, history, now);
     }
 
     /// Records that the block `key` was evicted.

@@ -404,6 +404,15 @@ impl BlockOrder {
         ended.or_else(of_policy).or_else(|| self.waiting.offered().next())
     }
 
+    /// Forgets a block that is taken, because a request needs memory. See [`Self::forget`].
+    pub(super) fn forget_taken(&mut self, block: BlockId, queue: &EvictionQueue) {
+        if self.knows(block) {
+            let history = self.at(block).history;
+            self.policy.record_evicted(self.positions(block), &history, self.now);
+        }
+        self.forget(block, queue);
+    }
+
     /// Forgets a block that loses its hash. The one before it may be the last one then.
     pub(super) fn forget(&mut self, block: BlockId, queue: &EvictionQueue) {
         self.withdraw(block);
@@ -489,6 +498,45 @@ mod tests {
     /// A policy that knows what is much, with the numbers of new tokens that it was told.
     #[derive(Debug, Default)]
     struct Known(Arc<Mutex<Vec<u32>>>);
+
+    /// A policy that keeps the positions of what was evicted.
+    #[derive(Debug, Default)]
+    struct Evicted(Arc<Mutex<Vec<Range<u32>>>>);
+
+    impl Policy for Evicted {
+        fn insert(&mut self, _leaf: NodeId, _positions: Range<u32>, _history: &History, _now: Tick) {}
+
+        fn remove(&mut self, _leaf: NodeId) {}
+
+        fn victim(&mut self, _now: Tick) -> Option<NodeId> {
+            None
+        }
+
+        fn bytes(&self) -> usize {
+            0
+        }
+
+        fn record_evicted(&mut self, positions: Range<u32>, _history: &History, _now: Tick) {
+            self.0.lock().expect("no test has failed").push(positions);
+        }
+    }
+
+    #[test]
+    fn only_blocks_that_are_taken_count_as_evicted() {
+        let blocks: Vec<BlockId> = (0..3).map(BlockId::new).collect();
+        let new = |block: &BlockId| NewBlock { block: *block, key: BlockKey::new(block.number().into()) };
+        let mut queue = EvictionQueue::full(3);
+        let mut order = BlockOrder::new(PolicyKind::Lru, blocks.len(), 64);
+        let evicted = Evicted::default();
+        order.policy = Box::new(Evicted(Arc::clone(&evicted.0)));
+        order.add(None, &blocks[..2].iter().map(new).collect::<Vec<_>>(), None, &queue);
+        assert!(blocks.iter().all(|&block| queue.remove(block)));
+        // The last one is of no prompt.
+        order.forget_taken(blocks[2], &queue);
+        order.forget_taken(blocks[1], &queue);
+        order.forget(blocks[0], &queue);
+        assert_eq!(*evicted.0.lock().expect("no test has failed"), [Range { start: 64, end: 128 }]);
+    }
 
     impl Policy for Known {
         fn insert(&mut self, _leaf: NodeId, _positions: Range<u32>, _history: &History, _now: Tick) {}

@@ -285,7 +285,7 @@ impl BlockTable {
         let Some(order) = &mut self.order else { return self.queue.pop_front() };
         let next = if order.knows(front) { order.victim().unwrap_or(front) } else { front };
         self.queue.remove(next);
-        order.forget(next, &self.queue);
+        order.forget_taken(next, &self.queue);
         Some(next)
     }
 

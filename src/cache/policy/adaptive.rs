@@ -9,11 +9,11 @@
 //! are grouped into cohorts of the same class, level and about the same age ([`Cohorts`]). The oldest leaf of the cohort
 //! that is worth least is evicted.
 //!
-//! At the same time the policy estimates what least-recently-used eviction would have saved ([`Recency`]).
-//! While the cache saves less than that, apart from a small [`Margin`], and until the policy has learned
-//! enough, the least recently used leaf is evicted instead. So what it saves, tokens or with a cost seconds, falls
-//! behind least-recently-used eviction by that margin and by what changes of the order cost: about 3 % once many times
-//! the capacity was looked up, and more in a cache of a few prompts, each of which is more than the margin.
+//! At the same time the policy estimates what least-recently-used eviction would hold and would have saved
+//! ([`Recency`]), and evicts no more of what such a cache would hold than it can afford to lose ([`Leeway`]). Beyond that,
+//! the leaf that is worth least is evicted of those that such a cache would have evicted by now. So what the cache saves
+//! does not fall below 0.97 of what least-recently-used eviction would save, apart from chance in a large cache, and with
+//! a cost from half of what it can hold.
 //!
 //! A tier below evicts by the same worth ([`Learned`]), as long as more is found in both than recency would find there.
 //!
@@ -28,6 +28,7 @@ mod ages;
 mod below;
 mod cohorts;
 mod ghosts;
+mod leeway;
 mod levels;
 mod lifetimes;
 mod novelties;
@@ -42,10 +43,11 @@ pub use below::Learned;
 pub(in crate::cache) use below::WorthOrder;
 use cohorts::{Cohorts, Ties};
 use ghosts::{Ghost, Ghosts};
+use leeway::{Again, Leeway};
 use levels::Levels;
 use lifetimes::Lifetimes;
 use novelties::Novelties;
-use recency::{Again, Margin, Recency};
+use recency::Recency;
 
 pub(in crate::cache) use lifetimes::real;
 
@@ -85,6 +87,17 @@ fn worth<'a>(levels: &'a Levels, lifetimes: &'a Lifetimes) -> impl Fn(usize, usi
     |kind, age| levels.saved(kind / CLASSES) * lifetimes.worth()[kind % CLASSES][age]
 }
 
+/// How a victim was chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Choice {
+    /// By its worth among all leaves.
+    OfAll,
+    /// By its worth among those that least-recently-used eviction would have evicted by now.
+    OfOld,
+    /// By recency.
+    Oldest,
+}
+
 /// The adaptive policy: see the [module](self).
 #[derive(Debug)]
 pub(super) struct Adaptive {
@@ -98,9 +111,9 @@ pub(super) struct Adaptive {
     /// What recency would find in the tier below, if there is one.
     recency_below: Option<Recency>,
     cost: Option<PrefillCost>,
-    /// Whether the last victim was chosen by its worth, and not by recency.
-    is_judged: bool,
-    /// When that was asked last.
+    /// How the last victim was chosen.
+    chosen: Choice,
+    /// When it was asked for a victim last.
     asked: Option<Tick>,
     capacity: f64,
 }
@@ -108,19 +121,19 @@ pub(super) struct Adaptive {
 impl Adaptive {
     pub(super) fn new(capacity: u64, block_tokens: BlockTokens, cost: Option<PrefillCost>) -> Self {
         let capacity = capacity.max(1);
-        let margin = if cost.is_some() { Margin::OF_SECONDS } else { Margin::OF_TRIAL };
+        let leeway = if cost.is_some() { Leeway::of_seconds() } else { Leeway::of_tokens() };
         let (ages, levels) = (Ages::new(capacity), Levels::new(cost));
         Self {
             cohorts: Cohorts::new(ages.clone(), levels.len() * CLASSES, Ties::First),
             ghosts: Ghosts::new(capacity, block_tokens),
             lifetimes: Lifetimes::new(capacity, ages.clone()),
             novelties: Novelties::new(),
-            recency: Recency::new(capacity, margin),
+            recency: Recency::new(capacity, leeway),
             recency_below: None,
             ages,
             levels,
             cost,
-            is_judged: false,
+            chosen: Choice::Oldest,
             asked: None,
             capacity: real(capacity),
         }
@@ -155,6 +168,16 @@ impl Adaptive {
     }
 }
 
+/// Returns the whole number of tokens below this.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a conversion ends at 0 and at the largest"
+)]
+const fn whole(tokens: f64) -> u32 {
+    tokens as u32
+}
+
 impl Policy for Adaptive {
     fn insert(&mut self, leaf: NodeId, positions: Range<u32>, history: &History, now: Tick) {
         let class = class_of(history).expect("the tree has ended leaves in a queue of its own");
@@ -176,20 +199,34 @@ impl Policy for Adaptive {
     }
 
     fn victim(&mut self, now: Tick) -> Option<NodeId> {
-        // Many leaves may go at one time: what order they go by is asked once.
-        if self.asked.replace(now) != Some(now) {
+        // Many leaves may go at one time. Once only the oldest may, that stays so.
+        let is_first = self.asked.replace(now) != Some(now);
+        if is_first {
             self.learn(now);
-            self.is_judged = self.lifetimes.is_known() && self.recency.is_matched();
         }
-        if self.is_judged {
-            self.cohorts.least(worth(&self.levels, &self.lifetimes), now)
-        } else {
-            self.cohorts.oldest()
+        if self.lifetimes.is_known() && (is_first || self.chosen != Choice::Oldest) {
+            let before = if self.recency.room() > 0.0 { None } else { Some(self.recency.held_from()) };
+            let least = self.cohorts.least(worth(&self.levels, &self.lifetimes), before, now);
+            if least.is_some() {
+                self.chosen = if before.is_none() { Choice::OfAll } else { Choice::OfOld };
+                return least;
+            }
         }
+        self.chosen = Choice::Oldest;
+        self.cohorts.oldest()
+    }
+
+    fn may_evict(&mut self, positions: Range<u32>, history: &History) -> u32 {
+        let tokens = positions.end - positions.start;
+        if self.chosen != Choice::OfAll || history.used < self.recency.held_from() {
+            return tokens;
+        }
+        let share = self.recency.room() / self.saved(positions);
+        if share < 1.0 { whole(f64::from(tokens) * share) } else { tokens }
     }
 
     fn judged(&self) -> Option<Worth> {
-        let Worth { victim, least_kept } = self.cohorts.chosen().filter(|_| self.is_judged)?;
+        let Worth { victim, least_kept } = self.cohorts.chosen().filter(|_| self.chosen != Choice::Oldest)?;
         // From hits per time to hits in the time of the capacity.
         Some(Worth { victim: victim * self.capacity, least_kept: least_kept * self.capacity })
     }
@@ -202,7 +239,7 @@ impl Policy for Adaptive {
     }
 
     fn set_below(&mut self, tokens: u64) -> bool {
-        self.recency_below = Some(Recency::new(tokens, Margin::BELOW));
+        self.recency_below = Some(Recency::new(tokens, Leeway::of_tokens()));
         true
     }
 
@@ -218,8 +255,8 @@ impl Policy for Adaptive {
 
     fn learned(&mut self, now: Tick) -> Option<Learned> {
         self.learn(now);
-        let is_matched = self.recency_below.as_mut().is_some_and(Recency::is_matched);
-        (self.lifetimes.is_known() && is_matched).then(|| Learned::new(self.lifetimes.worth()))
+        let is_surpassed = self.recency_below.as_ref().is_some_and(Recency::is_surpassed);
+        (self.lifetimes.is_known() && is_surpassed).then(|| Learned::new(self.lifetimes.worth()))
     }
 
     fn saved(&self, positions: Range<u32>) -> f64 {
@@ -286,6 +323,11 @@ impl Policy for Adaptive {
         self.recencies().for_each(|recency| recency.add(tokens, now));
     }
 
+    fn record_evicted(&mut self, positions: Range<u32>, history: &History, now: Tick) {
+        let (tokens, saved) = (positions.end - positions.start, self.saved(positions));
+        self.recency.record_evicted(history.used, Again { tokens, saved }, now);
+    }
+
     fn record_eviction(&mut self, key: BlockKey, history: &History, now: Tick) {
         self.ghosts.put(key, Ghost::of(history), now);
     }
@@ -315,7 +357,7 @@ mod tests {
             }
             let old = History { used: Tick::default(), ..History::default() };
             policy.record_use(&old, &old.used_again(Novelty::Low, Tick::new(192)), 200_000..200_640);
-            policy.recency.is_matched()
+            policy.recency.room() > 0.0
         });
         assert_eq!(judged, [false, true]);
     }

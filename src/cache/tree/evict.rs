@@ -118,7 +118,9 @@ impl Tree {
                 self.fetch_after(leaf);
             }
             reason.worth = if is_of_policy { self.queues.policy.judged() } else { None };
-            self.trim(leaf, pages - evicted.pages.len(), &reason, &mut evicted);
+            let wanted = pages - evicted.pages.len();
+            let count = if is_of_policy { self.may_evict(leaf, wanted) } else { wanted };
+            self.trim(leaf, count, &reason, &mut evicted);
         }
         evicted
     }
@@ -140,6 +142,17 @@ impl Tree {
         let unneeded = ended.or(of_policy);
         let leaf = unneeded.or_else(needed).or_else(retained)?;
         Some(NextLeaf { leaf, is_of_policy: of_policy.is_some(), is_kept_last: unneeded.is_none() })
+    }
+
+    /// Returns how many of the last `wanted` pages of the policy's victim may go before it chooses again: at least one.
+    fn may_evict(&mut self, leaf: NodeId, wanted: usize) -> usize {
+        let here = &self.nodes[leaf];
+        let count = wanted.min(here.pages.len());
+        if count <= 1 {
+            return 1;
+        }
+        let positions = here.end - super::narrow(count * self.page_size)..here.end;
+        (widen(self.queues.policy.may_evict(positions, &here.history)) / self.page_size).max(1)
     }
 
     /// Returns the numbers of tokens that were evicted, by age: entry `n` counts those since whose last use fewer than
@@ -192,12 +205,14 @@ impl Tree {
     /// Evicts up to `count` pages from the end of a leaf.
     pub(super) fn trim(&mut self, leaf: NodeId, count: usize, reason: &Reason, evicted: &mut Evicted) {
         let here = self.node(leaf);
-        let (history, keep) = (here.history, here.pages.len().saturating_sub(count));
+        let (history, end, pages) = (here.history, here.end, here.pages.len());
+        let keep = pages.saturating_sub(count);
         let age = self.now.since(history.used);
         let age = widen(u64::BITS - age.leading_zeros()).min(AGE_BUCKETS - 1);
-        let pages = keep..here.pages.len();
-        self.evicted_ages[age] += pages.len() as u64;
-        self.offer_evicted(leaf, pages);
+        self.evicted_ages[age] += (pages - keep) as u64;
+        let begin = end - super::narrow((pages - keep) * self.page_size);
+        self.queues.policy.record_evicted(begin..end, &history, self.now);
+        self.offer_evicted(leaf, keep..pages);
         let (at, hash) = self.record_eviction(leaf, keep, reason);
         if keep == 0 {
             let parent = self.node(leaf).parent;

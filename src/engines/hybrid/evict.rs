@@ -132,7 +132,8 @@ impl HybridTree {
             return Some(Victim::Nothing);
         }
         let Some(id) = self.first_leaf() else { return Some(Victim::Nothing) };
-        self.spare_front(id, wanted - evicted);
+        let wanted = self.may_evict(id, wanted - evicted);
+        self.spare_front(id, wanted);
         let leaf = self.handle(id);
         self.evictions.0[Part::Full.index()].as_mut()?.proposed.push(leaf);
         Some(Victim::Leaf(leaf))
@@ -197,7 +198,8 @@ impl HybridTree {
             if frees.nodes.len() % NODES_AHEAD == FETCH_AT {
                 self.fetch_leaves(id);
             }
-            self.spare_front(id, wanted - frees.count(Part::Full));
+            let wanted = self.may_evict(id, wanted - frees.count(Part::Full));
+            self.spare_front(id, wanted);
             self.evict(id, &mut frees);
         }
         frees

@@ -290,6 +290,19 @@ impl HybridTree {
         }
     }
 
+    /// Returns how many of the last `wanted` tokens of a leaf that is about to be evicted may go before the next one is
+    /// chosen.
+    pub(super) fn may_evict(&mut self, leaf: NodeId, wanted: usize) -> usize {
+        let Range { start, end } = positions_of(self.node(leaf));
+        let Some(worth) = self.queue.worth_mut() else { return wanted };
+        let history = worth.past(leaf).history;
+        if worth.waiting.needs(leaf) || history.outlook == Outlook::Ended {
+            return wanted;
+        }
+        let positions = start.max(end.saturating_sub(saturated(wanted)))..end;
+        widen(worth.policy.may_evict(positions, &history)).clamp(1, wanted)
+    }
+
     /// Lets the policy remember the blocks that end in a node, which is about to be evicted.
     pub(super) fn remember(&mut self, id: NodeId) {
         let Some(worth) = self.queue.worth_mut() else { return };
@@ -297,6 +310,7 @@ impl HybridTree {
         let (tokens, now) = (node.tokens.names(), worth.now);
         let Past { history, hash, .. } = *worth.past(id);
         let WorthQueue { policy, rolling, size, .. } = worth;
+        policy.record_evicted(positions_of(node), &history, now);
         let (mut cursor, begin) = (rolling.cursor(hash, node.end), node.end - tokens.len());
         visit_ends_back(&mut cursor, node.end, &tokens, begin, size.block, |_, key| {
             policy.record_eviction(key, &history, now);
@@ -360,6 +374,7 @@ mod tests {
     struct Told {
         leaves: BTreeMap<NodeId, (Range<u32>, History)>,
         evicted: HashMap<BlockKey, u32>,
+        evicted_tokens: u64,
         used: u64,
         /// The tokens that were added, by their novelty.
         begun: BTreeMap<u8, u64>,
@@ -367,7 +382,7 @@ mod tests {
         requests: Vec<u32>,
     }
 
-    /// Evicts the least recently used leaf, and remembers every block.
+    /// Evicts the least recently used leaf, at most two pages of it at a time, and remembers every block.
     #[derive(Clone, Debug, Default)]
     struct Spy(Arc<Mutex<Told>>);
 
@@ -417,6 +432,14 @@ mod tests {
             Remembered { uses: self.told().evicted.remove(&key).unwrap_or_default() }
         }
 
+        fn may_evict(&mut self, positions: Range<u32>, _history: &History) -> u32 {
+            narrow(positions.len().min(2 * PAGE))
+        }
+
+        fn record_evicted(&mut self, positions: Range<u32>, _history: &History, _now: Tick) {
+            self.told().evicted_tokens += positions.len() as u64;
+        }
+
         fn record_eviction(&mut self, key: BlockKey, history: &History, _now: Tick) {
             let before = self.told().evicted.insert(key, history.uses);
             assert_eq!(before, None, "a block is in the cache once");
@@ -453,6 +476,7 @@ mod tests {
         novelties: BTreeMap<Pages, (Novelty, bool)>,
         /// The tokens that were added, by their novelty.
         begun: BTreeMap<u8, u64>,
+        evicted_tokens: u64,
         requests: Vec<u32>,
         /// The pages that are not used again.
         ended: BTreeSet<Pages>,
@@ -507,6 +531,7 @@ mod tests {
                 users: BTreeMap::new(),
                 novelties: BTreeMap::new(),
                 begun: BTreeMap::new(),
+                evicted_tokens: 0,
                 requests: Vec::new(),
                 ended: BTreeSet::new(),
                 tails: HashMap::new(),
@@ -722,6 +747,7 @@ mod tests {
         }
 
         fn forget(&mut self, freed: &[EngineSlot]) {
+            self.evicted_tokens += freed.len() as u64;
             let gone: BTreeSet<Pages> =
                 freed.iter().filter_map(|slot| self.slots.get(slot).cloned()).collect();
             for request in &mut self.waiting {
@@ -807,7 +833,7 @@ mod tests {
             }
             assert_eq!(pages, self.uses.len());
             assert_eq!(worth.now.tokens(), self.inserted);
-            assert_eq!(told.used, self.used);
+            assert_eq!((told.used, told.evicted_tokens), (self.used, self.evicted_tokens));
             assert_eq!((&told.begun, &told.requests), (&self.begun, &self.requests));
             let mut remembered: Vec<_> = self.remembered.values().copied().collect();
             let mut keyed: Vec<_> = told.evicted.values().copied().collect();

@@ -94,7 +94,7 @@ impl<I: Id> WorthOrder<I> {
     pub(in crate::cache) fn first(&mut self, can_go: impl Fn(I) -> bool) -> Option<I> {
         let Self { cohorts, recency, learned, now, .. } = self;
         let worth = learned.as_ref().map(|learned| |kind, age| learned.worth(kind, age));
-        let least = worth.and_then(|worth| cohorts.least(worth, *now));
+        let least = worth.and_then(|worth| cohorts.least(worth, None, *now));
         let cohort = std::iter::successors(least, |&page| cohorts.younger(page));
         cohort.map(|page| I::new(page.number())).chain(recency.iter_oldest()).find(|&page| can_go(page))
     }

@@ -44,6 +44,8 @@ struct Choice {
     end: usize,
     /// What it is worth, and the least of the others.
     worth: Worth,
+    /// The time before which leaves were to choose from, if not all were.
+    before: Option<Tick>,
 }
 
 /// The place of a leaf that is added, among those of its cohort that were used at the same time.
@@ -118,10 +120,12 @@ impl Cohorts {
             self.join(widen(older), at);
             self.join(at, end);
         }
-        if let Some(Choice { worth: Worth { victim, .. }, .. }) =
-            self.choice.filter(|choice| worth < choice.worth.victim)
+        if let Some(choice) = &mut self.choice
+            && worth < choice.worth.victim
+            && choice.before.is_none_or(|before| used < before)
         {
-            self.choice = Some(Choice { end, worth: Worth { victim: worth, least_kept: victim } });
+            let worth = Worth { victim: worth, least_kept: choice.worth.victim };
+            *choice = Choice { end, worth, ..*choice };
         }
     }
 
@@ -162,11 +166,20 @@ impl Cohorts {
         self.choice.map(|choice| choice.worth)
     }
 
-    /// Returns the oldest leaf of the cohort that is worth least. `worth` says what a kind of leaf is worth per
-    /// unit of time at an age. If several cohorts are worth the same, takes the oldest.
-    pub(super) fn least(&mut self, worth: impl Fn(usize, usize) -> f64, now: Tick) -> Option<NodeId> {
+    /// Returns the oldest leaf of the cohort that is worth least; of those whose oldest leaf was used `before`, if that is
+    /// given. `worth` says what a kind of leaf is worth per unit of time at an age. If several cohorts are worth the same,
+    /// takes the oldest.
+    pub(super) fn least(
+        &mut self,
+        worth: impl Fn(usize, usize) -> f64,
+        before: Option<Tick>,
+        now: Tick,
+    ) -> Option<NodeId> {
+        let may_go =
+            |links: &[CohortLink], head: usize| before.is_none_or(|before| links[head].used < before);
         if now < self.due
-            && let Some(head) = self.choice.and_then(|choice| self.head(choice.end))
+            && let Some(choice) = self.choice.filter(|choice| choice.before.is_some() == before.is_some())
+            && let Some(head) = self.head(choice.end).filter(|&head| may_go(&self.links, head))
         {
             return Some(self.id(head));
         }
@@ -179,6 +192,10 @@ impl Cohorts {
                 self.occupied &= !(1 << kind);
             }
             for cohort in &self.kinds[kind] {
+                if !self.head(cohort.end).is_some_and(|head| may_go(&self.links, head)) {
+                    // Later ones are younger.
+                    break;
+                }
                 let middle = u64::midpoint(cohort.from.tokens(), cohort.to.tokens());
                 let worth = worth(kind, self.ages.of(now.since(Tick::new(middle))));
                 if least.is_none_or(|least| (worth, cohort.from) < (least.0, least.1)) {
@@ -190,7 +207,7 @@ impl Cohorts {
             }
         }
         let (victim, _, end) = least?;
-        self.choice = Some(Choice { end, worth: Worth { victim, least_kept: next } });
+        self.choice = Some(Choice { end, worth: Worth { victim, least_kept: next }, before });
         self.head(end).map(|head| self.id(head))
     }
 

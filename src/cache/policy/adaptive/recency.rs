@@ -6,40 +6,23 @@
 //! A tree keeps the beginnings of prompts longest. So of the tokens that were used at the oldest time, those
 //! at the beginning of a prompt are held.
 //!
+//! Of the tokens that it would hold, some were evicted early by the cache, which goes by another order. They are counted
+//! in the same spans, with what is lost if they come back.
+//!
 //! *Cost.* A binary search among a few hundred spans for each call.
 
 use std::collections::VecDeque;
 
+use super::leeway::{Again, Leeway};
 use super::lifetimes::real;
 use crate::cache::policy::Tick;
 
 /// The number of spans into which the capacity is divided.
 const SPANS: usize = 256;
 
-/// What a cache may save less than least-recently-used eviction does, before it goes by recency itself.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Margin {
-    /// As a share of what it saves. If it is negative, the cache must save more.
-    of_own: f64,
-    /// What is added to that, as a share of what the tokens of the capacity save: so much is lost by chance when little
-    /// was looked up yet.
-    of_capacity: f64,
-    /// The share of the whole that a cache which goes by recency may still have lost when it tries another order again.
-    /// Each change of the order costs something: what is kept for the one is evicted first by the other.
-    to_try_again: f64,
-}
-
-impl Margin {
-    /// That of a cache that tries another order.
-    pub(super) const OF_TRIAL: Self = Self { of_own: 0.02, of_capacity: 1.0 / 16.0, to_try_again: 0.5 };
-
-    /// The same if it counts seconds. A few long prompts make most of these, so that there is more chance in them.
-    pub(super) const OF_SECONDS: Self = Self { of_capacity: 0.5, ..Self::OF_TRIAL };
-
-    /// That of a cache and the tier below it, which find about as much by recency if they do not find more than recency
-    /// in a tier alone.
-    pub(super) const BELOW: Self = Self { of_own: -0.02, of_capacity: 0.0, to_try_again: 1.0 };
-}
+/// The share of what it saves that a cache and the tier below it must save more than least-recently-used eviction in the
+/// tier alone. By recency, both find about as much.
+const MORE: f64 = 0.02;
 
 /// The counts of found tokens halve each time that this many times the capacity was looked up.
 const HALF_LIFE: f64 = 256.0;
@@ -49,20 +32,17 @@ const HALF_LIFE: f64 = 256.0;
 struct Span {
     from: Tick,
     tokens: u64,
+    /// Those of them that the cache has evicted, and what they would save.
+    early: u64,
+    at_stake: f64,
 }
 
-/// Tokens that are used again, and what that saves or would have saved, in a unit of the caller.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Again {
-    pub(super) tokens: u32,
-    pub(super) saved: f64,
-}
-
-impl Again {
-    /// Tokens each of which saves 1.
-    pub(super) fn of_tokens(tokens: u32) -> Self {
-        Self { tokens, saved: f64::from(tokens) }
-    }
+/// The span of the tokens that were evicted last, and its times.
+#[derive(Clone, Copy, Debug, Default)]
+struct Last {
+    span: usize,
+    from: Tick,
+    until: Tick,
 }
 
 /// The estimate.
@@ -72,102 +52,187 @@ pub(super) struct Recency {
     capacity: u64,
     /// The time at which that was recorded.
     short: Option<Tick>,
-    margin: Margin,
-    is_matched: bool,
-    /// The spans of the tokens that such a cache would hold, oldest first.
+    leeway: Leeway,
+    /// What [`Self::room`] returns, as long as nothing is looked up or added.
+    room: Option<f64>,
+    /// The spans of the tokens that such a cache would hold when this time began, oldest first.
     spans: VecDeque<Span>,
     tokens_held: u64,
+    last_evicted: Last,
+    /// What all early tokens would save.
+    at_stake: f64,
     /// The time of the last call, and by how much `tokens_held` has grown since that time began.
     now: Tick,
     fresh: u64,
-    /// What the cache and least-recently-used eviction have saved, and the tokens found by the latter, which decay.
+    /// What the cache and least-recently-used eviction have saved, which decays.
     own: f64,
     recent: f64,
-    recent_tokens: f64,
     decayed: Tick,
 }
 
 impl Recency {
-    pub(super) fn new(capacity: u64, margin: Margin) -> Self {
+    pub(super) fn new(capacity: u64, leeway: Leeway) -> Self {
         Self {
             capacity,
             short: None,
-            margin,
-            is_matched: true,
+            leeway,
+            room: None,
             spans: VecDeque::new(),
             tokens_held: 0,
+            last_evicted: Last::default(),
+            at_stake: 0.0,
             now: Tick::default(),
             fresh: 0,
             own: 0.0,
             recent: 0.0,
-            recent_tokens: 0.0,
             decayed: Tick::default(),
         }
     }
 
-    /// Returns whether the cache saves as much as least-recently-used eviction, apart from the margin.
-    pub(super) fn is_matched(&mut self) -> bool {
-        let Margin { of_own, of_capacity, to_try_again } = self.margin;
-        let share = if self.is_matched { 1.0 } else { to_try_again };
-        let of_token = self.recent / self.recent_tokens.max(1.0);
-        let may_lose = share * (of_own * self.own + of_capacity * real(self.capacity) * of_token);
-        self.is_matched = self.recent - self.own <= may_lose;
-        self.is_matched
+    /// Returns whether the cache and the tier below it save more than least-recently-used eviction in the tier alone.
+    pub(super) fn is_surpassed(&self) -> bool {
+        self.recent <= (1.0 - MORE) * self.own
+    }
+
+    /// Returns what may still be evicted early, by what it saves. At or below 0, only what was used
+    /// [before](Self::held_from) may be evicted.
+    pub(super) fn room(&mut self) -> f64 {
+        if let Some(room) = self.room {
+            return room;
+        }
+        let room = self.leeway.get(self.own, self.recent, self.capacity) - self.early_at_stake();
+        self.room = Some(room);
+        room
+    }
+
+    /// Returns what the early tokens would save.
+    ///
+    /// Least-recently-used eviction needs no room for the present request yet: it may have all of it. So what is evicted
+    /// for that counts as early at first, even if it is the oldest.
+    fn early_at_stake(&self) -> f64 {
+        let displaced = self.displaced();
+        match self.spans.front() {
+            // The ends of prompts are evicted first, by the cache as well.
+            Some(span) if displaced > 0 && span.early > 0 => {
+                self.at_stake - span.at_stake * real(displaced.min(span.early)) / real(span.early)
+            }
+            _ => self.at_stake,
+        }
+    }
+
+    /// Returns the time from which least-recently-used eviction has all that was used.
+    pub(super) fn held_from(&self) -> Tick {
+        let oldest = usize::from(self.displaced() > 0);
+        self.spans.get(oldest).map_or(Tick::new(u64::MAX), |span| span.from)
+    }
+
+    /// Returns how many tokens of the oldest span such a cache has evicted.
+    fn displaced(&self) -> u64 {
+        let over = (self.tokens_held - self.fresh).saturating_sub(self.capacity);
+        self.spans.front().map_or(0, |oldest| over.min(oldest.tokens))
+    }
+
+    /// Records that the cache evicts tokens whose last use was at `used`.
+    pub(super) fn record_evicted(&mut self, used: Tick, evicted: Again, now: Tick) {
+        self.remove_displaced(now);
+        let Some(at) = self.span_of_evicted(used) else { return };
+        let span = &mut self.spans[at];
+        let (tokens, left) = (u64::from(evicted.tokens), span.tokens - span.early);
+        let (early, at_stake) = if tokens <= left {
+            (tokens, evicted.saved)
+        } else {
+            (left, evicted.saved * real(left) / real(tokens))
+        };
+        span.early += early;
+        span.at_stake += at_stake;
+        self.at_stake += at_stake;
+        self.room = self.room.map(|room| room - at_stake);
     }
 
     /// Records that the cache is short of memory and keeps `tokens` tokens: as many are left to least-recently-used
     /// eviction.
     pub(super) fn record_shortage(&mut self, tokens: u64, now: Tick) {
+        self.remove_displaced(now);
         // Later, the pages of this request are missing that have been evicted for it, but not published yet.
         if self.short.replace(now) != Some(now) {
             self.capacity = tokens.max(1);
+            self.room = None;
         }
+    }
+
+    /// Returns the span of tokens that are evicted. Mostly, those before were of the same one.
+    fn span_of_evicted(&mut self, used: Tick) -> Option<usize> {
+        let Last { span, from, until } = self.last_evicted;
+        if from <= used && used < until {
+            return Some(span);
+        }
+        let at = self.spans.partition_point(|span| span.from <= used).checked_sub(1)?;
+        let until = self.spans.get(at + 1).map_or(self.now, |next| next.from);
+        self.last_evicted = Last { span: at, from: self.spans[at].from, until };
+        Some(at)
     }
 
     /// Lets the counts of found tokens decay.
     pub(super) fn decay(&mut self, now: Tick) {
         let halves = real(now.since(self.decayed)) / (HALF_LIFE * real(self.capacity));
         self.decayed = now;
-        self.own *= (-halves).exp2();
-        self.recent *= (-halves).exp2();
-        self.recent_tokens *= (-halves).exp2();
+        let decay = (-halves).exp2();
+        self.own *= decay;
+        self.recent *= decay;
+        self.leeway.decay(decay);
+        self.room = None;
     }
 
     /// Records that tokens were found whose last use was at `used`.
     pub(super) fn record_found(&mut self, used: Tick, found: Again, now: Tick) {
         self.own += found.saved;
-        self.record_missed(used, found, now);
+        self.record_again(used, found, now, |span, _| span.early.saturating_sub(span.tokens));
     }
 
     /// Records that tokens were found in the tier below which have counted as not found.
     pub(super) fn record_loaded(&mut self, tokens: u64) {
         self.own += real(tokens);
+        self.room = None;
     }
 
     /// Records that tokens were not found whose last use was at `used`.
     pub(super) fn record_missed(&mut self, used: Tick, missed: Again, now: Tick) {
+        let lost = self.record_again(used, missed, now, |span, removed| removed.min(span.early));
+        self.leeway.record_came_back(lost);
+    }
+
+    /// Moves tokens to the present. `back` is how many of the early tokens of a span, of which so many tokens were just
+    /// removed, are not early any more. Returns what these would have saved.
+    fn record_again(&mut self, used: Tick, again: Again, now: Tick, back: impl Fn(&Span, u64) -> u64) -> f64 {
         self.remove_displaced(now);
-        let Again { tokens, saved } = missed;
-        let mut unmatched = u64::from(tokens);
-        let over = (self.tokens_held - self.fresh).saturating_sub(self.capacity);
+        let Again { tokens, saved } = again;
+        let (mut unmatched, mut held, mut lost) = (u64::from(tokens), 0.0, 0.0);
+        let displaced = self.displaced();
         let mut at = self.spans.partition_point(|span| span.from <= used);
         // The times of remembered blocks are coarse: tokens that are not in one span are in the span before
         // it.
         while unmatched > 0 && at > 0 {
             at -= 1;
-            let over = if at == 0 { over.min(self.spans[0].tokens) } else { 0 };
             let span = &mut self.spans[at];
             let removed = span.tokens.min(unmatched);
             // The beginnings in the oldest span are held; they are also looked up first.
-            let held = real(removed.min(span.tokens - over));
-            self.recent_tokens += held;
-            self.recent += held * saved / f64::from(tokens);
+            held += real(removed.min(span.tokens - if at == 0 { displaced } else { 0 }));
             span.tokens -= removed;
             unmatched -= removed;
+            let back = back(span, removed);
+            let was_at_stake = if back > 0 { span.at_stake * real(back) / real(span.early) } else { 0.0 };
+            span.early -= back;
+            span.at_stake -= was_at_stake;
+            self.at_stake -= was_at_stake;
+            lost += was_at_stake;
         }
         self.tokens_held += unmatched;
         self.fresh += unmatched;
         self.append(tokens, now);
+        self.recent += held * saved / f64::from(tokens);
+        self.leeway.record_again(again, held);
+        self.room = None;
+        lost
     }
 
     /// Records that tokens are new.
@@ -185,10 +250,14 @@ impl Recency {
         }
         self.now = now;
         self.fresh = 0;
+        (self.room, self.last_evicted) = (None, Last::default());
+        self.leeway.end_look_up();
         while let Some(oldest) =
             self.spans.front().filter(|oldest| self.tokens_held >= self.capacity + oldest.tokens)
         {
             self.tokens_held -= oldest.tokens;
+            self.at_stake -= oldest.at_stake;
+            self.leeway.record_ended(oldest.at_stake);
             self.spans.pop_front();
         }
     }
@@ -201,7 +270,7 @@ impl Recency {
                 if self.spans.len() == 4 * SPANS {
                     self.merge(width);
                 }
-                self.spans.push_back(Span { from: now, tokens: u64::from(tokens) });
+                self.spans.push_back(Span { from: now, tokens: u64::from(tokens), early: 0, at_stake: 0.0 });
             }
         }
     }
@@ -211,11 +280,16 @@ impl Recency {
         let mut merged: VecDeque<Span> = VecDeque::with_capacity(self.spans.len());
         for &span in &self.spans {
             match merged.back_mut() {
-                Some(last) if last.tokens + span.tokens <= width.max(1) => last.tokens += span.tokens,
+                Some(last) if last.tokens + span.tokens <= width.max(1) => {
+                    last.tokens += span.tokens;
+                    last.early += span.early;
+                    last.at_stake += span.at_stake;
+                }
                 _ => merged.push_back(span),
             }
         }
         self.spans = merged;
+        self.last_evicted = Last::default();
     }
 }
 
@@ -223,60 +297,96 @@ impl Recency {
 mod tests {
     use super::*;
 
-    /// A cache of single tokens, the most recently used one last.
-    #[test]
-    fn finds_as_much_as_recency() {
-        let mut used = [None; 40];
-        let mut recent: Vec<usize> = Vec::new();
-        let (mut ledger, mut found, mut state) = (Recency::new(16, Margin::OF_TRIAL), 0_u32, 1_usize);
-        for now in (1..4000).map(Tick::new) {
+    /// The sequence of a linear congruential generator.
+    fn numbers(mut state: usize) -> impl FnMut() -> usize {
+        move || {
             state = (state * 1_103_515_245 + 12345) % (1 << 31);
-            let token = (state >> 16) % 40 * ((state >> 8) % 40) / 40;
-            match used[token].replace(now) {
-                Some(before) => ledger.record_missed(before, Again::of_tokens(1), now),
-                None => ledger.add(1, now),
+            state >> 8
+        }
+    }
+
+    /// A cache of single tokens that evicts any of them, beside one by recency, the most recently used token last.
+    #[test]
+    fn early_tokens_are_those_that_recency_has_and_the_cache_has_not() {
+        let mut next = numbers(1);
+        let (mut used, mut recent, mut own) = ([None; 40], Vec::new(), Vec::new());
+        let (mut ledger, mut found) = (Recency::new(16, Leeway::of_tokens()), [0_u32; 2]);
+        let mut early_ones = 0;
+        for now in (1..4000).map(Tick::new) {
+            let token = next() / 256 % 40 * (next() % 40) / 40;
+            let again = Again::of_tokens(1);
+            let has = own.contains(&token);
+            if let Some(before) = used[token].filter(|_| has) {
+                ledger.record_found(before, again, now);
+            } else if own.len() == 16 {
+                ledger.record_shortage(16, now);
+                let early = recent.iter().filter(|&other| !own.contains(other)).count();
+                assert!((ledger.early_at_stake() - real(early as u64)).abs() < 1e-9, "{early} at {now:?}");
+                early_ones += early;
+                let victim = own.swap_remove(next() % 16);
+                ledger.record_evicted(used[victim].expect("it was used"), again, now);
             }
-            found += u32::from(recent.contains(&token));
+            if !has {
+                own.push(token);
+                match used[token] {
+                    Some(before) => ledger.record_missed(before, again, now),
+                    None => ledger.add(1, now),
+                }
+            }
+            used[token] = Some(now);
+            found[0] += u32::from(has);
+            found[1] += u32::from(recent.contains(&token));
             recent.retain(|&other| other != token);
             recent.push(token);
             if recent.len() > 16 {
                 recent.remove(0);
             }
         }
-        assert!((ledger.recent - f64::from(found)).abs() < 1.0, "{} of {found}", ledger.recent);
+        assert!(early_ones > 4000, "{early_ones}");
+        assert!((ledger.own - f64::from(found[0])).abs() < 1.0, "{} of {found:?}", ledger.own);
+        assert!((ledger.recent - f64::from(found[1])).abs() < 1.0, "{} of {found:?}", ledger.recent);
     }
 
     #[test]
-    fn a_cache_may_lose_a_little_and_then_catches_up() {
-        for of_token in [1.0, 20e-6] {
-            let mut ledger = Recency::new(1600, Margin::OF_TRIAL);
-            ledger.add(6000, Tick::new(1));
-            let mut use_again = |found: u32, missed: u32| {
-                let [found, missed] =
-                    [found, missed].map(|tokens| Again { tokens, saved: of_token * f64::from(tokens) });
-                ledger.record_found(Tick::new(1), found, Tick::new(1));
-                ledger.record_missed(Tick::new(1), missed, Tick::new(1));
-                ledger.is_matched()
-            };
-            // A sixteenth of the capacity is 100 tokens.
-            assert!(use_again(0, 99));
-            assert!(!use_again(0, 2));
-            assert!(!use_again(98, 0), "101 of the 101.96 that it may lose, but it goes by recency now");
-            // Half of 2 % of these and of a sixteenth of the capacity.
-            assert!(!use_again(4_990, 0));
-            assert!(use_again(20, 0));
-            assert!(use_again(0, 99));
-            assert!(!use_again(0, 4));
+    fn what_is_evicted_early_ends_when_recency_evicts_it() {
+        let mut ledger = Recency::new(1024, Leeway::of_tokens());
+        for time in 1..=4 {
+            ledger.add(256, Tick::new(time));
         }
+        ledger.record_shortage(1024, Tick::new(5));
+        assert_eq!(ledger.held_from(), Tick::new(1));
+        // The request may be for what is evicted now, and recency has everything.
+        ledger.record_evicted(Tick::new(3), Again::of_tokens(128), Tick::new(5));
+        ledger.record_evicted(Tick::new(1), Again::of_tokens(128), Tick::new(5));
+        assert_eq!((ledger.early_at_stake(), ledger.held_from()), (256.0, Tick::new(1)));
+        ledger.add(128, Tick::new(5));
+        // It was not: recency has made room by the same 128 tokens.
+        ledger.record_shortage(1024, Tick::new(6));
+        assert_eq!((ledger.early_at_stake(), ledger.held_from()), (128.0, Tick::new(2)));
+        // Half of what was evicted early comes back; the rest ends with the others of its time.
+        ledger.record_missed(Tick::new(3), Again::of_tokens(64), Tick::new(6));
+        assert_eq!((ledger.early_at_stake(), ledger.recent), (64.0, 64.0));
+        for time in 7..=9 {
+            ledger.add(256, Tick::new(time));
+        }
+        assert!(ledger.early_at_stake() < 1e-9);
     }
 
     #[test]
-    fn tokens_far_behind_count_more() {
-        let mut ledger = Recency::new(1600, Margin::OF_SECONDS);
-        ledger.add(2000, Tick::new(1));
-        ledger.record_missed(Tick::new(1), Again { tokens: 1000, saved: 0.02 }, Tick::new(1));
-        assert!(!ledger.is_matched());
-        ledger.record_found(Tick::default(), Again { tokens: 64, saved: 0.018 }, Tick::new(1));
-        assert!(ledger.is_matched());
+    fn what_was_saved_may_be_at_stake() {
+        for of_token in [1.0, 20e-6] {
+            let saved = |tokens: u32| Again { tokens, saved: of_token * f64::from(tokens) };
+            let mut ledger = Recency::new(1600, Leeway::of_tokens());
+            ledger.add(1600, Tick::new(1));
+            assert!(ledger.room() <= 0.0);
+            ledger.record_found(Tick::new(1), saved(1000), Tick::new(2));
+            // 2.5 % of a look-up of 1,000 tokens.
+            assert!((ledger.room() / of_token - 25.0).abs() < 1e-6, "{}", ledger.room());
+            ledger.record_shortage(1600, Tick::new(3));
+            ledger.record_evicted(Tick::new(2), saved(20), Tick::new(3));
+            assert!((ledger.room() / of_token - 5.0).abs() < 1e-6, "{}", ledger.room());
+            ledger.record_missed(Tick::new(2), saved(20), Tick::new(4));
+            assert!((ledger.room() / of_token - 5.5).abs() < 1e-6, "{}", ledger.room());
+        }
     }
 }

@@ -1,0 +1,224 @@
+//! How much a cache may evict early: tokens that least-recently-used eviction would hold at the same time.
+//!
+//! *Early* tokens are all that can go wrong. Whatever least-recently-used eviction finds and the cache does not was
+//! evicted early, and once it is looked up it is in the cache again. So the cache loses at most what its early tokens
+//! would save, however requests go on. As long as that is no more than what it has saved already beyond `1 - LOSS` of
+//! what such eviction would have saved, it never falls below that share. The first leeway comes from the share `LOSS`
+//! itself; what is found because of it adds to the leeway.
+//!
+//! That is strict, and too slow for a large cache, where few of the early tokens ever come back. So a cache that can
+//! bear the loss of [`SPARE`] usual look-ups counts the rest by the share of early tokens that came back so far.
+
+use super::lifetimes::real;
+
+/// The share of what least-recently-used eviction would save that a cache may lose.
+const LOSS: f64 = 0.025;
+
+/// What a cache may bet beyond what it has saved, as a share of what the tokens of its capacity save. A cache of a few
+/// prompts may not, because that is less than [`SPARE`] of them.
+const ADVANCE: f64 = 1.0 / 8.0;
+
+/// The number of usual look-ups whose loss is always covered.
+const SPARE: f64 = 4.0;
+
+/// The least share of early tokens that are expected to come back.
+const LEAST_SHARE: f64 = 0.05;
+
+/// The weight of the expectation that all early tokens come back, as a share of what the tokens of the capacity save.
+const PRIOR: f64 = 1.0;
+
+/// Tokens that are used again, and what that saves or would have saved, in a unit of the caller.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Again {
+    pub(super) tokens: u32,
+    pub(super) saved: f64,
+}
+
+impl Again {
+    /// Tokens each of which saves 1.
+    pub(super) fn of_tokens(tokens: u32) -> Self {
+        Self { tokens, saved: f64::from(tokens) }
+    }
+}
+
+/// What has become of early tokens, and what look-ups usually find. All decay.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Leeway {
+    /// What may be lost at once, as a share of what the tokens of the capacity save.
+    of_capacity: f64,
+    /// What early tokens would have saved: those looked up while least-recently-used eviction held them, and those
+    /// and all that it has evicted since.
+    came_back: f64,
+    ended: f64,
+    /// The tokens that were looked up again, and what they may save.
+    tokens: f64,
+    again: Usual,
+    /// What they would have saved by least-recently-used eviction.
+    recent: Usual,
+}
+
+/// What a look-up usually saves: the mean, weighted by that itself.
+#[derive(Clone, Copy, Debug, Default)]
+struct Usual {
+    sum: f64,
+    squares: f64,
+    /// The part of the sum that is of the present look-up.
+    present: f64,
+}
+
+impl Usual {
+    fn add(&mut self, saved: f64) {
+        self.sum += saved;
+        self.present += saved;
+    }
+
+    fn end_look_up(&mut self) {
+        let saved = std::mem::take(&mut self.present);
+        self.squares += saved * saved;
+    }
+
+    fn get(&self) -> Option<f64> {
+        (self.sum > 0.0).then(|| (self.squares + self.present * self.present) / self.sum)
+    }
+
+    fn decay(&mut self, decay: f64) {
+        // The present look-up loses a little, too.
+        for sum in [&mut self.sum, &mut self.squares, &mut self.present] {
+            *sum *= decay;
+        }
+    }
+}
+
+impl Leeway {
+    /// That of a cache which counts tokens.
+    pub(super) fn of_tokens() -> Self {
+        Self::default()
+    }
+
+    /// That of a cache which counts seconds. A few long prompts make most of these, so that much that it gains is
+    /// gained by chance, and what it dares not do is not gained.
+    pub(super) fn of_seconds() -> Self {
+        Self { of_capacity: 0.5, ..Self::default() }
+    }
+
+    /// Returns what early tokens may save, of a cache of `capacity` tokens that has saved `own`, where least-recently-used
+    /// eviction would have saved `recent`.
+    pub(super) fn get(&self, own: f64, recent: f64, capacity: u64) -> f64 {
+        let Some(usual) = self.recent.get().or_else(|| self.again.get()) else { return 0.0 };
+        let capacity = real(capacity) * self.again.sum / self.tokens;
+        let strict = own - (1.0 - LOSS) * recent + self.of_capacity * capacity;
+        let prior = PRIOR * capacity;
+        let share = (prior + self.came_back) / (prior + self.ended);
+        strict.max((strict + ADVANCE * capacity - SPARE * usual) / share.max(LEAST_SHARE))
+    }
+
+    /// Records that tokens are looked up again, `held` of which least-recently-used eviction has.
+    pub(super) fn record_again(&mut self, again: Again, held: f64) {
+        self.tokens += f64::from(again.tokens);
+        self.again.add(again.saved);
+        self.recent.add(again.saved * held / f64::from(again.tokens));
+    }
+
+    /// Ends the present look-up.
+    pub(super) fn end_look_up(&mut self) {
+        self.again.end_look_up();
+        self.recent.end_look_up();
+    }
+
+    /// Records that early tokens were looked up.
+    pub(super) fn record_came_back(&mut self, saved: f64) {
+        self.came_back += saved;
+        self.ended += saved;
+    }
+
+    /// Records that early tokens would not be held any longer by least-recently-used eviction either.
+    pub(super) fn record_ended(&mut self, saved: f64) {
+        self.ended += saved;
+    }
+
+    /// Lets what was recorded weigh `decay` times as much.
+    pub(super) fn decay(&mut self, decay: f64) {
+        let Self { of_capacity: _, came_back, ended, tokens, again, recent } = self;
+        for sum in [came_back, ended, tokens] {
+            *sum *= decay;
+        }
+        again.decay(decay);
+        recent.decay(decay);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// That of a cache of tokens after look-ups of these.
+    fn after(look_ups: &[u32]) -> Leeway {
+        let mut leeway = Leeway::of_tokens();
+        for &tokens in look_ups {
+            leeway.record_again(Again::of_tokens(tokens), f64::from(tokens));
+            leeway.end_look_up();
+        }
+        leeway
+    }
+
+    #[track_caller]
+    fn assert_is(leeway: &Leeway, [own, recent]: [f64; 2], expected: f64) {
+        let found = leeway.get(own, recent, 1_000);
+        assert!((found - expected).abs() < 1e-9, "{found}, not {expected}");
+    }
+
+    #[test]
+    fn few_prompts_bet_what_they_have_saved() {
+        let mut leeway = after(&[100]);
+        assert_is(&leeway, [0.0, 0.0], 0.0);
+        assert_is(&leeway, [100.0, 100.0], 2.5);
+        assert_is(&leeway, [120.0, 100.0], 22.5);
+        assert_is(&leeway, [90.0, 100.0], -7.5);
+        // Half of what was evicted early came back.
+        leeway.record_came_back(500.0);
+        leeway.record_ended(500.0);
+        assert_is(&leeway, [100.0, 100.0], 2.5);
+    }
+
+    #[test]
+    fn many_prompts_bet_by_what_came_back() {
+        assert_is(&Leeway::of_tokens(), [0.0, 0.0], 0.0);
+        let mut leeway = after(&[10; 10]);
+        // An eighth of the capacity, but for four look-ups.
+        assert_is(&leeway, [0.0, 0.0], 85.0);
+        assert_is(&leeway, [100.0, 100.0], 2.5 + 85.0);
+        leeway.record_came_back(100.0);
+        leeway.record_ended(1_100.0);
+        assert_is(&leeway, [100.0, 100.0], 87.5 / 0.5);
+        leeway.record_ended(1e9);
+        assert_is(&leeway, [100.0, 100.0], 87.5 / LEAST_SHARE);
+        assert_is(&leeway, [0.0, 100.0], -97.5);
+    }
+
+    #[test]
+    fn the_usual_look_up_counts_by_its_tokens() {
+        let mut leeway = after(&[1, 1, 1, 1, 1, 1, 1, 1, 1, 27]);
+        // 738 / 36 tokens.
+        assert_is(&leeway, [36.0, 36.0], 0.9 + 125.0 - 82.0);
+        leeway.decay(0.5);
+        assert_is(&leeway, [36.0, 36.0], 0.9 + 125.0 - 82.0);
+    }
+
+    #[test]
+    fn look_ups_of_what_recency_has_evicted_count_if_there_are_no_others() {
+        let mut leeway = Leeway::of_tokens();
+        leeway.record_again(Again::of_tokens(20), 0.0);
+        assert_is(&leeway, [0.0, 0.0], 125.0 - 80.0);
+        leeway.end_look_up();
+        leeway.record_again(Again::of_tokens(20), 5.0);
+        assert_is(&leeway, [0.0, 5.0], -4.875 + 125.0 - 20.0);
+    }
+
+    #[test]
+    fn seconds_are_bet_before_they_are_saved() {
+        let mut leeway = Leeway::of_seconds();
+        leeway.record_again(Again { tokens: 1_000, saved: 0.02 }, 1_000.0);
+        assert_is(&leeway, [0.0, 0.02], 0.01 - 0.0195);
+        assert_is(&leeway, [0.02, 0.02], 0.01 + 0.0005);
+    }
+}
