@@ -451,6 +451,62 @@ fn a_cache_evicts_by_a_policy_of_the_caller() {
     assert_eq!((found(&[1, 2]), found(&[3, 4])), (2, 0));
 }
 
+/// Evicts the leaf that became evictable last, three tokens at a time, and keeps what was evicted.
+#[derive(Debug, Default)]
+struct Parts {
+    newest: Newest,
+    evicted: Arc<Mutex<Vec<Range<u32>>>>,
+}
+
+impl Policy for Parts {
+    fn insert(&mut self, leaf: NodeId, positions: Range<u32>, history: &History, now: Tick) {
+        self.newest.insert(leaf, positions, history, now);
+    }
+
+    fn remove(&mut self, leaf: NodeId) {
+        self.newest.remove(leaf);
+    }
+
+    fn victim(&mut self, now: Tick) -> Option<NodeId> {
+        self.newest.victim(now)
+    }
+
+    fn bytes(&self) -> usize {
+        self.newest.bytes()
+    }
+
+    fn may_evict(&mut self, positions: Range<u32>, _history: &History) -> u32 {
+        3.min(positions.end - positions.start)
+    }
+
+    fn record_evicted(&mut self, positions: Range<u32>, _history: &History, _now: Tick) {
+        self.evicted.lock().unwrap().push(positions);
+    }
+}
+
+#[test]
+fn a_policy_limits_and_sees_what_is_evicted() {
+    let evicted = Arc::default();
+    let policy = Parts { evicted: Arc::clone(&evicted), ..Parts::default() };
+    let mut tree = Tree::new(2, ResumeAt::AnyPage, Box::new(policy));
+    let cause = || Cause { pressure: Pressure::Alloc, at: Instant::now() };
+    for (prompt, first_page) in [(0..8, 0), (20..32, 10)] {
+        let prompt: Vec<i32> = prompt.collect();
+        let pages: Vec<Page> = (first_page..).map(Page::new).take(prompt.len() / 2).collect();
+        let mut hold = tree.match_prefix(&Namespace::Unnamed, &&prompt[..], usize::MAX).unwrap();
+        let known = tree.find(&hold, &&prompt[..]).unwrap();
+        tree.publish(&mut hold, known, prompt, &pages);
+        drop(tree.release(hold));
+    }
+    // Three tokens are a page of two; the last one is wanted in any case.
+    assert_eq!(tree.evict(3, cause()).pages, [15, 14, 13].map(Page::new));
+    assert_eq!(*evicted.lock().unwrap(), [10..12, 8..10, 6..8]);
+    evicted.lock().unwrap().clear();
+    // What is cleared was not evicted.
+    drop(tree.clear(None, Cause { pressure: Pressure::Clear, at: Instant::now() }));
+    assert_eq!(*evicted.lock().unwrap(), []);
+}
+
 #[test]
 fn what_long_requests_leave_is_not_taken_for_what_short_ones_leave() {
     let found = [Novelty::Low, Novelty::High].map(|of_long| {

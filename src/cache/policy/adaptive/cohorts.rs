@@ -304,3 +304,32 @@ fn occupied(mut kinds: u128) -> impl Iterator<Item = usize> {
 fn link(at: usize) -> u32 {
     u32::try_from(at).expect("node numbers stay within i32, and the ends are few")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_least_of_those_used_before_a_time_is_not_the_oldest() {
+        let mut cohorts = Cohorts::new(Ages::new(1024), 3, Ties::First);
+        let worth = |kind: usize, _age: usize| [3.0, 1.0, 0.5][kind];
+        let now = Tick::new(1000);
+        for (leaf, kind, used) in [(1, 0, 10), (2, 1, 200), (3, 2, 900), (4, 1, 950)] {
+            cohorts.insert(NodeId::new(leaf), kind, Tick::new(used), worth(kind, 0), now);
+        }
+        let mut least =
+            |before: Option<u64>| cohorts.least(worth, before.map(Tick::new), now).map(Id::number);
+        assert_eq!(
+            [Some(900), None, Some(900), Some(200), Some(10)].map(&mut least),
+            [Some(2), Some(3), Some(2), Some(1), None]
+        );
+        cohorts.remove(NodeId::new(2));
+        cohorts.reconsider();
+        // A leaf that is too young does not become the choice, one that is old does.
+        assert_eq!(cohorts.least(worth, Some(Tick::new(900)), now), Some(NodeId::new(1)));
+        cohorts.insert(NodeId::new(5), 2, Tick::new(950), 0.5, now);
+        assert_eq!(cohorts.least(worth, Some(Tick::new(900)), now), Some(NodeId::new(1)));
+        cohorts.insert(NodeId::new(6), 2, Tick::new(300), 0.5, now);
+        assert_eq!(cohorts.least(worth, Some(Tick::new(900)), now), Some(NodeId::new(6)));
+    }
+}

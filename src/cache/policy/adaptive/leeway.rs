@@ -136,6 +136,12 @@ impl Leeway {
         self.ended += saved;
     }
 
+    /// Returns what early tokens that came back, and all that are early no more, would have saved.
+    #[cfg(test)]
+    pub(super) const fn of_early(&self) -> [f64; 2] {
+        [self.came_back, self.ended]
+    }
+
     /// Lets what was recorded weigh `decay` times as much.
     pub(super) fn decay(&mut self, decay: f64) {
         let Self { of_capacity: _, came_back, ended, tokens, again, recent } = self;

@@ -370,6 +370,9 @@ mod tests {
             ledger.add(256, Tick::new(time));
         }
         assert!(ledger.early_at_stake() < 1e-9);
+        ledger.record_shortage(1024, Tick::new(10));
+        let [came_back, ended] = ledger.leeway.of_early();
+        assert!((came_back - 64.0).abs() < 1e-9 && (ended - 256.0).abs() < 1e-9, "{came_back} of {ended}");
     }
 
     #[test]
