@@ -119,9 +119,10 @@ def prompt_of(number: int) -> NDArray[np.int32]:
 
 
 def test_what_saves_most_seconds_is_kept() -> None:
-    without = saved_by(cache_of(None))
-    assert saved_by(cache_of(STEEP)) > 1.05 * without
-    assert saved_by(cache_of(PrefillCost(1e-5, 0.0))) == pytest.approx(without, rel=0.1)
+    # Where all tokens take as long, a cache with a cost keeps the same, but bets more than one that counts tokens.
+    flat = saved_by(cache_of(PrefillCost(1e-5, 0.0)))
+    assert flat >= saved_by(cache_of(None))
+    assert saved_by(cache_of(STEEP)) > 1.05 * flat
 
 
 def test_what_can_be_loaded_takes_as_long_at_any_position() -> None:

@@ -12,8 +12,8 @@
 //! At the same time the policy estimates what least-recently-used eviction would hold and would have saved
 //! ([`Recency`]), and evicts no more of what such a cache would hold than it can afford to lose ([`Leeway`]). Beyond that,
 //! the leaf that is worth least is evicted of those that such a cache would have evicted by now. So what the cache saves
-//! does not fall below 0.97 of what least-recently-used eviction would save, apart from chance in a large cache, and with
-//! a cost from half of what it can hold.
+//! does not fall below 0.97 of what least-recently-used eviction would save, apart from chance in a large cache; with a
+//! cost, half of what the tokens of the capacity save may be lost besides.
 //!
 //! A tier below evicts by the same worth ([`Learned`]), as long as more is found in both than recency would find there.
 //!
