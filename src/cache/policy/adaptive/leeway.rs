@@ -16,7 +16,7 @@ const LOSS: f64 = 0.025;
 
 /// The share of what is looked up again below which least-recently-used eviction finds so little that there is nothing to
 /// lose: a cache may lose as much. Else it would never begin to find what such eviction never finds, as in a loop.
-const LITTLE: f64 = 1.0 / 128.0;
+const LITTLE: f64 = 1.0 / 64.0;
 
 /// What a cache may bet beyond what it has saved, as a share of what the tokens of its capacity save. A cache of a few
 /// prompts may not, because that is less than [`SPARE`] of them.
@@ -219,8 +219,8 @@ mod tests {
     fn look_ups_of_what_recency_has_evicted_count_if_there_are_no_others() {
         let mut leeway = Leeway::of_tokens();
         leeway.record_again(Again::of_tokens(20), 0.0);
-        // A 128th of what is looked up again may be lost, as least-recently-used eviction finds nothing of it.
-        assert_is(&leeway, [0.0, 0.0], 125.0 - 80.0 + 20.0 / 128.0);
+        // A 64th of what is looked up again may be lost, as least-recently-used eviction finds nothing of it.
+        assert_is(&leeway, [0.0, 0.0], 125.0 - 80.0 + 20.0 / 64.0);
         leeway.end_look_up();
         leeway.record_again(Again::of_tokens(20), 5.0);
         assert_is(&leeway, [0.0, 5.0], -4.875 + 125.0 - 20.0);
