@@ -384,6 +384,8 @@ impl Tree {
     }
 
     /// Removes a node from the queue of evictable leaves, if it is in it.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "an eviction calls it for each leaf")]
     pub(super) fn unqueue(&mut self, id: NodeId) {
         let history = self.node(id).history;
         let here = self.node_mut(id);

@@ -127,6 +127,8 @@ const CAPACITY: usize = 1 << 15;
 
 impl EvictionLog {
     /// Records that the prefix `key` was evicted, which was used last at `used`.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "an eviction calls it for each leaf")]
     pub(super) fn record(&mut self, key: BlockKey, used: Tick, now: Tick, reason: &Reason) {
         if self.reasons.back().is_none_or(|(_, last)| last != reason) {
             self.set_reason(*reason);

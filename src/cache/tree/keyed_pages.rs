@@ -49,6 +49,8 @@ impl KeyedPages {
 
     /// Records that `pages`, which have this history, can no longer be found. Appends the keys of those that could, the
     /// last one first, to those of `evicted`, which needs no memory if it has room for them.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "an eviction calls it for each leaf")]
     pub(super) fn record_removed(&mut self, pages: &[Page], history: &History, evicted: &mut Evicted) {
         let Some(keys) = &mut self.keys else { return };
         let Evicted { keys: removed, histories, .. } = evicted;

@@ -115,6 +115,8 @@ impl Tree {
 
     /// Lets the requests that need the end of a node, which is about to be removed or to lose its snapshot, need what is
     /// before it. The node is not queued.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "an eviction calls it for each leaf")]
     pub(super) fn move_needs_up(&mut self, id: NodeId) {
         if !self.queues.waiting.needs(id) {
             return;
