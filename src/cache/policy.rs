@@ -418,8 +418,8 @@ pub trait Policy: fmt::Debug + Send {
         let _ = (positions, history, now);
     }
 
-    /// Records that the block `key` was evicted.
-    fn record_eviction(&mut self, key: BlockKey, history: &History, now: Tick) {
+    /// Remembers the block `key`, which is evicted.
+    fn remember(&mut self, key: BlockKey, history: &History, now: Tick) {
         let _ = (key, history, now);
     }
 }

@@ -422,7 +422,7 @@ impl BlockOrder {
             return;
         }
         if here.end.is_multiple_of(self.remembered_every) {
-            self.policy.record_eviction(here.key, &here.history, self.now);
+            self.policy.remember(here.key, &here.history, self.now);
         }
         let before = self.before(block);
         if let Some(user) = here.user {

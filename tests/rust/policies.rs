@@ -115,7 +115,7 @@ proptest! {
                     prop_assert!(may_go <= BLOCK);
                     policy.record_evicted(number..number + may_go, &known.unwrap(), tick);
                     policy.remove(victim);
-                    policy.record_eviction(key(u32::from(victim.number() % 7 == 0)), &known.unwrap(), tick);
+                    policy.remember(key(u32::from(victim.number() % 7 == 0)), &known.unwrap(), tick);
                 },
                 4 => {
                     let before = policy.record_publication(key(number), 0..BLOCK, tick);
@@ -176,7 +176,7 @@ impl Blocks {
                 policy.remove(victim);
                 let history = self.cached.remove(&victim.number()).unwrap();
                 policy.record_evicted(0..BLOCK, &history, now);
-                policy.record_eviction(key(victim.number()), &history, now);
+                policy.remember(key(victim.number()), &history, now);
             }
             let before = policy.record_publication(key(block), 0..BLOCK, now);
             let history = History::of_new(before, novelty, now);
@@ -577,7 +577,7 @@ impl Policy for Thirds {
         Remembered { uses: u32::from(known.map(|at| self.evicted.remove(at)).is_some()) }
     }
 
-    fn record_eviction(&mut self, key: BlockKey, _history: &History, _now: Tick) {
+    fn remember(&mut self, key: BlockKey, _history: &History, _now: Tick) {
         self.evicted.push(key);
     }
 }

@@ -89,7 +89,7 @@ fn worth<'a>(levels: &'a Levels, lifetimes: &'a Lifetimes) -> impl Fn(usize, usi
 
 /// How a victim was chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Choice {
+enum Chosen {
     /// By its worth among all leaves.
     OfAll,
     /// By its worth among those that least-recently-used eviction would have evicted by now.
@@ -112,7 +112,7 @@ pub(super) struct Adaptive {
     recency_below: Option<Recency>,
     cost: Option<PrefillCost>,
     /// How the last victim was chosen.
-    chosen: Choice,
+    chosen: Chosen,
     /// When it was asked for a victim last.
     asked: Option<Tick>,
     capacity: f64,
@@ -133,7 +133,7 @@ impl Adaptive {
             ages,
             levels,
             cost,
-            chosen: Choice::Oldest,
+            chosen: Chosen::Oldest,
             asked: None,
             capacity: real(capacity),
         }
@@ -204,21 +204,21 @@ impl Policy for Adaptive {
         if is_first {
             self.learn(now);
         }
-        if self.lifetimes.is_known() && (is_first || self.chosen != Choice::Oldest) {
+        if self.lifetimes.is_known() && (is_first || self.chosen != Chosen::Oldest) {
             let before = if self.recency.room() > 0.0 { None } else { Some(self.recency.held_from()) };
             let least = self.cohorts.least(worth(&self.levels, &self.lifetimes), before, now);
             if least.is_some() {
-                self.chosen = if before.is_none() { Choice::OfAll } else { Choice::OfOld };
+                self.chosen = if before.is_none() { Chosen::OfAll } else { Chosen::OfOld };
                 return least;
             }
         }
-        self.chosen = Choice::Oldest;
+        self.chosen = Chosen::Oldest;
         self.cohorts.oldest()
     }
 
     fn may_evict(&mut self, positions: Range<u32>, history: &History) -> u32 {
         let tokens = positions.end - positions.start;
-        if self.chosen != Choice::OfAll || history.used < self.recency.held_from() {
+        if self.chosen != Chosen::OfAll || history.used < self.recency.held_from() {
             return tokens;
         }
         let share = self.recency.room() / self.saved(positions);
@@ -226,7 +226,7 @@ impl Policy for Adaptive {
     }
 
     fn judged(&self) -> Option<Worth> {
-        let Worth { victim, least_kept } = self.cohorts.chosen().filter(|_| self.chosen != Choice::Oldest)?;
+        let Worth { victim, least_kept } = self.cohorts.chosen().filter(|_| self.chosen != Chosen::Oldest)?;
         // From hits per time to hits in the time of the capacity.
         Some(Worth { victim: victim * self.capacity, least_kept: least_kept * self.capacity })
     }
@@ -328,7 +328,7 @@ impl Policy for Adaptive {
         self.recency.record_evicted(history.used, Again { tokens, saved }, now);
     }
 
-    fn record_eviction(&mut self, key: BlockKey, history: &History, now: Tick) {
+    fn remember(&mut self, key: BlockKey, history: &History, now: Tick) {
         self.ghosts.put(key, Ghost::of(history), now);
     }
 }
@@ -345,7 +345,7 @@ mod tests {
             let block = |number: u64| BlockKey::new((number + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
             for number in 0..40 {
                 policy.record_publication(block(number), 0..64, Tick::new(64));
-                policy.record_eviction(
+                policy.remember(
                     block(number),
                     &History::of_new(Remembered::default(), Novelty::Low, Tick::new(64)),
                     Tick::new(64),

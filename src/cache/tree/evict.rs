@@ -259,7 +259,7 @@ impl Tree {
             let now = self.now;
             let at = visit_ends_back(&mut cursor, end, &here.tokens, until, every, |at, key| {
                 if reason.cause.pressure != Pressure::Clear {
-                    policy.record_eviction(key, &history, now);
+                    policy.remember(key, &history, now);
                 }
                 if at < end {
                     evictions.record(key, history.used, now, reason);

@@ -313,7 +313,7 @@ impl HybridTree {
         policy.record_evicted(positions_of(node), &history, now);
         let (mut cursor, begin) = (rolling.cursor(hash, node.end), node.end - tokens.len());
         visit_ends_back(&mut cursor, node.end, &tokens, begin, size.block, |_, key| {
-            policy.record_eviction(key, &history, now);
+            policy.remember(key, &history, now);
         });
     }
 
@@ -440,7 +440,7 @@ mod tests {
             self.told().evicted_tokens += positions.len() as u64;
         }
 
-        fn record_eviction(&mut self, key: BlockKey, history: &History, _now: Tick) {
+        fn remember(&mut self, key: BlockKey, history: &History, _now: Tick) {
             let before = self.told().evicted.insert(key, history.uses);
             assert_eq!(before, None, "a block is in the cache once");
         }
