@@ -267,6 +267,7 @@ impl Policy for Adaptive {
     }
 
     fn record_request(&mut self, new: u32) -> Novelty {
+        self.recency.begin_look_up();
         self.novelties.record(new);
         self.novelties.of(new)
     }
@@ -324,6 +325,10 @@ impl Policy for Adaptive {
     }
 
     fn record_evicted(&mut self, positions: Range<u32>, history: &History, now: Tick) {
+        // It was said that they are not used again.
+        if history.outlook == Outlook::Ended {
+            return;
+        }
         let (tokens, saved) = (positions.end - positions.start, self.saved(positions));
         self.recency.record_evicted(history.used, Again { tokens, saved }, now);
     }
@@ -336,6 +341,19 @@ impl Policy for Adaptive {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_not_used_again_is_not_at_stake() {
+        let evicted = [Outlook::Unknown, Outlook::Ended].map(|outlook| {
+            let mut policy = Adaptive::new(6_400, BlockTokens::of_page_size(64), None);
+            policy.record_publication(BlockKey::new(1), 0..640, Tick::new(640));
+            let history = History { used: Tick::new(640), outlook, ..History::default() };
+            let before = policy.recency.room();
+            policy.record_evicted(0..640, &history, Tick::new(1_000));
+            before - policy.recency.room()
+        });
+        assert_eq!(evicted.map(whole), [640, 0]);
+    }
 
     #[test]
     fn what_is_lost_and_found_counts_by_what_it_saves() {

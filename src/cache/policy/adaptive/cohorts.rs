@@ -184,6 +184,7 @@ impl Cohorts {
             return Some(self.id(head));
         }
         self.due = Tick::new(now.tokens() + self.ages.unit().div_ceil(4));
+        self.choice = None;
         let mut least: Option<(f64, Tick, usize)> = None;
         let mut next = f64::INFINITY;
         for kind in occupied(self.occupied) {
@@ -331,5 +332,18 @@ mod tests {
         assert_eq!(cohorts.least(worth, Some(Tick::new(900)), now), Some(NodeId::new(1)));
         cohorts.insert(NodeId::new(6), 2, Tick::new(300), 0.5, now);
         assert_eq!(cohorts.least(worth, Some(Tick::new(900)), now), Some(NodeId::new(6)));
+    }
+
+    #[test]
+    fn a_choice_in_vain_ends_the_one_before() {
+        let mut cohorts = Cohorts::new(Ages::new(1024), 2, Ties::First);
+        let worth = |kind: usize, age: usize| if kind == 0 && age == 0 { 1.0 } else { [5.0, 3.0][kind] };
+        for (leaf, kind) in [(1, 0), (2, 1)] {
+            cohorts.insert(NodeId::new(leaf), kind, Tick::new(1000), worth(kind, 0), Tick::new(1000));
+        }
+        assert_eq!(cohorts.least(worth, None, Tick::new(1000)), Some(NodeId::new(1)));
+        let later = Tick::new(60_000);
+        assert_eq!(cohorts.least(worth, Some(Tick::new(5)), later), None);
+        assert_eq!(cohorts.least(worth, None, later), Some(NodeId::new(2)));
     }
 }

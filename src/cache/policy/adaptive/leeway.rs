@@ -6,8 +6,10 @@
 //! what such eviction would have saved, it never falls below that share. The first leeway comes from the share `LOSS`
 //! itself; what is found because of it adds to the leeway.
 //!
-//! That is strict, and too slow for a large cache, where few of the early tokens ever come back. So a cache that can
-//! bear the loss of [`SPARE`] usual look-ups counts the rest by the share of early tokens that came back so far.
+//! That is strict, and too slow for a large cache, where few of the early tokens ever come back. So what is left when
+//! [`SPARE`] usual look-ups are lost counts by the share of early tokens that came back so far. This bounds what is lost
+//! in the mean, not in each case. To begin with, it may be [`ADVANCE`] more: so much less than that share of what such
+//! eviction saves may be saved in all.
 
 use super::lifetimes::real;
 
@@ -18,17 +20,17 @@ const LOSS: f64 = 0.025;
 /// lose: a cache may lose as much. Else it would never begin to find what such eviction never finds, as in a loop.
 const LITTLE: f64 = 1.0 / 64.0;
 
-/// What a cache may bet beyond what it has saved, as a share of what the tokens of its capacity save. A cache of a few
-/// prompts may not, because that is less than [`SPARE`] of them.
-const ADVANCE: f64 = 1.0 / 8.0;
+/// What a cache may lose in the mean beyond what it has saved, as a share of what the tokens of its capacity save.
+const ADVANCE: f64 = 1.0 / 16.0;
 
-/// The number of usual look-ups whose loss is always covered.
+/// The number of usual look-ups that may be lost before what is left counts by the share of early tokens that came back.
 const SPARE: f64 = 4.0;
 
 /// The least share of early tokens that are expected to come back.
 const LEAST_SHARE: f64 = 0.05;
 
-/// The weight of the expectation that all early tokens come back, as a share of what the tokens of the capacity save.
+/// The weight of what is expected at first, as a share of what the tokens of the capacity save: all early tokens come back,
+/// and look-ups that find something find all that was looked up before.
 const PRIOR: f64 = 1.0;
 
 /// Tokens that are used again, and what that saves or would have saved, in a unit of the caller.
@@ -81,8 +83,13 @@ impl Usual {
         self.squares += saved * saved;
     }
 
-    fn get(&self) -> Option<f64> {
-        (self.sum > 0.0).then(|| (self.squares + self.present * self.present) / self.sum)
+    /// Returns the mean, where `prior` of the sum are expected to be of look-ups like those of `like`.
+    fn get(&self, prior: f64, like: &Self) -> f64 {
+        (self.all_squares() + prior * like.all_squares() / like.sum) / (self.sum + prior)
+    }
+
+    fn all_squares(&self) -> f64 {
+        self.squares + self.present * self.present
     }
 
     fn decay(&mut self, decay: f64) {
@@ -108,13 +115,21 @@ impl Leeway {
     /// Returns what early tokens may save, of a cache of `capacity` tokens that has saved `own`, where least-recently-used
     /// eviction would have saved `recent`.
     pub(super) fn get(&self, own: f64, recent: f64, capacity: u64) -> f64 {
-        let Some(usual) = self.recent.get().or_else(|| self.again.get()) else { return 0.0 };
+        if self.tokens <= 0.0 {
+            return 0.0;
+        }
         let capacity = real(capacity) * self.again.sum / self.tokens;
         let little = (LITTLE * self.again.sum - self.recent.sum).max(0.0);
         let strict = own - (1.0 - LOSS) * recent + little + self.of_capacity * capacity;
+        strict.max(self.in_the_mean(strict, capacity))
+    }
+
+    /// Returns what early tokens may save so that no more than `strict` is lost in the mean, and a bit to begin with.
+    fn in_the_mean(&self, strict: f64, capacity: f64) -> f64 {
         let prior = PRIOR * capacity;
+        let usual = self.recent.get(prior, &self.again);
         let share = (prior + self.came_back) / (prior + self.ended);
-        strict.max((strict + ADVANCE * capacity - SPARE * usual) / share.max(LEAST_SHARE))
+        (strict + ADVANCE * capacity - SPARE * usual) / share.max(LEAST_SHARE)
     }
 
     /// Records that tokens are looked up again, `held` of which least-recently-used eviction has.
@@ -195,35 +210,38 @@ mod tests {
     fn many_prompts_bet_by_what_came_back() {
         assert_is(&Leeway::of_tokens(), [0.0, 0.0], 0.0);
         let mut leeway = after(&[10; 10]);
-        // An eighth of the capacity, but for four look-ups.
-        assert_is(&leeway, [0.0, 0.0], 85.0);
-        assert_is(&leeway, [100.0, 100.0], 2.5 + 85.0);
+        // A sixteenth of the capacity, but for four look-ups.
+        assert_is(&leeway, [0.0, 0.0], 22.5);
+        assert_is(&leeway, [100.0, 100.0], 2.5 + 22.5);
         leeway.record_came_back(100.0);
         leeway.record_ended(1_100.0);
-        assert_is(&leeway, [100.0, 100.0], 87.5 / 0.5);
+        assert_is(&leeway, [100.0, 100.0], 25.0 / 0.5);
         leeway.record_ended(1e9);
-        assert_is(&leeway, [100.0, 100.0], 87.5 / LEAST_SHARE);
-        assert_is(&leeway, [0.0, 100.0], -97.5);
+        assert_is(&leeway, [100.0, 100.0], 25.0 / LEAST_SHARE);
+        assert_is(&leeway, [50.0, 100.0], -47.5);
+        assert_is(&leeway, [0.0, 1_000.0], -975.0);
     }
 
     #[test]
     fn the_usual_look_up_counts_by_its_tokens() {
-        let mut leeway = after(&[1, 1, 1, 1, 1, 1, 1, 1, 1, 27]);
-        // 738 / 36 tokens.
-        assert_is(&leeway, [36.0, 36.0], 0.9 + 125.0 - 82.0);
+        let mut leeway = after(&[1, 1, 1, 1, 1, 1, 1, 1, 1, 5]);
+        // 34 / 14 tokens.
+        let expected = 14.0 * 0.025 + 62.5 - 4.0 * 34.0 / 14.0;
+        assert_is(&leeway, [14.0, 14.0], expected);
         leeway.decay(0.5);
-        assert_is(&leeway, [36.0, 36.0], 0.9 + 125.0 - 82.0);
+        assert_is(&leeway, [14.0, 14.0], expected);
     }
 
     #[test]
-    fn look_ups_of_what_recency_has_evicted_count_if_there_are_no_others() {
+    fn as_long_as_recency_finds_little_the_usual_look_up_finds_all_that_was_looked_up_before() {
         let mut leeway = Leeway::of_tokens();
-        leeway.record_again(Again::of_tokens(20), 0.0);
+        leeway.record_again(Again::of_tokens(10), 0.0);
         // A 64th of what is looked up again may be lost, as least-recently-used eviction finds nothing of it.
-        assert_is(&leeway, [0.0, 0.0], 125.0 - 80.0 + 20.0 / 64.0);
+        assert_is(&leeway, [0.0, 0.0], 10.0 / 64.0 + 62.5 - 40.0);
         leeway.end_look_up();
-        leeway.record_again(Again::of_tokens(20), 5.0);
-        assert_is(&leeway, [0.0, 5.0], -4.875 + 125.0 - 20.0);
+        // Two tokens that it finds say little beside 1,000 that are expected.
+        leeway.record_again(Again::of_tokens(10), 2.0);
+        assert_is(&leeway, [2.0, 2.0], 0.05 + 62.5 - 4.0 * (4.0 + 1_000.0 * 10.0) / 1_002.0);
     }
 
     #[test]

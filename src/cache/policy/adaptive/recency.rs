@@ -53,8 +53,8 @@ pub(super) struct Recency {
     /// The time at which that was recorded.
     short: Option<Tick>,
     leeway: Leeway,
-    /// What [`Self::room`] returns, as long as nothing is looked up or added.
-    room: Option<f64>,
+    /// What early tokens may save, as long as nothing is looked up or added.
+    allowed: Option<f64>,
     /// The spans of the tokens that such a cache would hold when this time began, oldest first.
     spans: VecDeque<Span>,
     tokens_held: u64,
@@ -76,7 +76,7 @@ impl Recency {
             capacity,
             short: None,
             leeway,
-            room: None,
+            allowed: None,
             spans: VecDeque::new(),
             tokens_held: 0,
             last_evicted: Last::default(),
@@ -97,12 +97,9 @@ impl Recency {
     /// Returns what may still be evicted early, by what it saves. At or below 0, only what was used
     /// [before](Self::held_from) may be evicted.
     pub(super) fn room(&mut self) -> f64 {
-        if let Some(room) = self.room {
-            return room;
-        }
-        let room = self.leeway.get(self.own, self.recent, self.capacity) - self.early_at_stake();
-        self.room = Some(room);
-        room
+        let Self { allowed, leeway, own, recent, capacity, .. } = self;
+        let allowed = *allowed.get_or_insert_with(|| leeway.get(*own, *recent, *capacity));
+        allowed - self.early_at_stake()
     }
 
     /// Returns what the early tokens would save.
@@ -146,7 +143,6 @@ impl Recency {
         span.early += early;
         span.at_stake += at_stake;
         self.at_stake += at_stake;
-        self.room = self.room.map(|room| room - at_stake);
     }
 
     /// Records that the cache is short of memory and keeps `tokens` tokens: as many are left to least-recently-used
@@ -156,7 +152,7 @@ impl Recency {
         // Later, the pages of this request are missing that have been evicted for it, but not published yet.
         if self.short.replace(now) != Some(now) {
             self.capacity = tokens.max(1);
-            self.room = None;
+            self.allowed = None;
         }
     }
 
@@ -172,6 +168,11 @@ impl Recency {
         Some(at)
     }
 
+    /// Begins another look-up: those of a prompt that is published in parts belong together.
+    pub(super) fn begin_look_up(&mut self) {
+        self.leeway.end_look_up();
+    }
+
     /// Lets the counts of found tokens decay.
     pub(super) fn decay(&mut self, now: Tick) {
         let halves = real(now.since(self.decayed)) / (HALF_LIFE * real(self.capacity));
@@ -180,7 +181,7 @@ impl Recency {
         self.own *= decay;
         self.recent *= decay;
         self.leeway.decay(decay);
-        self.room = None;
+        self.allowed = None;
     }
 
     /// Records that tokens were found whose last use was at `used`.
@@ -192,7 +193,7 @@ impl Recency {
     /// Records that tokens were found in the tier below which have counted as not found.
     pub(super) fn record_loaded(&mut self, tokens: u64) {
         self.own += real(tokens);
-        self.room = None;
+        self.allowed = None;
     }
 
     /// Records that tokens were not found whose last use was at `used`.
@@ -204,8 +205,11 @@ impl Recency {
     /// Moves tokens to the present. `back` is how many of the early tokens of a span, of which so many tokens were just
     /// removed, are not early any more. Returns what these would have saved.
     fn record_again(&mut self, used: Tick, again: Again, now: Tick, back: impl Fn(&Span, u64) -> u64) -> f64 {
-        self.remove_displaced(now);
         let Again { tokens, saved } = again;
+        if tokens == 0 {
+            return 0.0;
+        }
+        self.remove_displaced(now);
         let (mut unmatched, mut held, mut lost) = (u64::from(tokens), 0.0, 0.0);
         let displaced = self.displaced();
         let mut at = self.spans.partition_point(|span| span.from <= used);
@@ -231,7 +235,7 @@ impl Recency {
         self.append(tokens, now);
         self.recent += held * saved / f64::from(tokens);
         self.leeway.record_again(again, held);
-        self.room = None;
+        self.allowed = None;
         lost
     }
 
@@ -250,8 +254,7 @@ impl Recency {
         }
         self.now = now;
         self.fresh = 0;
-        (self.room, self.last_evicted) = (None, Last::default());
-        self.leeway.end_look_up();
+        (self.allowed, self.last_evicted) = (None, Last::default());
         while let Some(oldest) =
             self.spans.front().filter(|oldest| self.tokens_held >= self.capacity + oldest.tokens)
         {
@@ -336,6 +339,9 @@ mod tests {
             used[token] = Some(now);
             found[0] += u32::from(has);
             found[1] += u32::from(recent.contains(&token));
+            let room = ledger.room();
+            ledger.allowed = None;
+            assert!((ledger.room() - room).abs() < 1e-9, "{room} at {now:?}");
             recent.retain(|&other| other != token);
             recent.push(token);
             if recent.len() > 16 {
@@ -373,6 +379,14 @@ mod tests {
         ledger.record_shortage(1024, Tick::new(10));
         let [came_back, ended] = ledger.leeway.of_early();
         assert!((came_back - 64.0).abs() < 1e-9 && (ended - 256.0).abs() < 1e-9, "{came_back} of {ended}");
+    }
+
+    #[test]
+    fn no_tokens_save_nothing() {
+        let mut ledger = Recency::new(16, Leeway::of_tokens());
+        ledger.add(16, Tick::new(1));
+        ledger.record_found(Tick::new(1), Again::of_tokens(0), Tick::new(2));
+        assert_eq!((ledger.own, ledger.recent, ledger.room()), (0.0, 0.0, 0.0));
     }
 
     #[test]
