@@ -151,6 +151,10 @@ impl Tree {
         if count <= 1 {
             return 1;
         }
+        // Without its end, no request goes on from a leaf that has a snapshot there.
+        if here.has_snapshot {
+            return count;
+        }
         let positions = here.end - super::narrow(count * self.page_size)..here.end;
         (widen(self.queues.policy.may_evict(positions, &here.history)) / self.page_size).max(1)
     }
