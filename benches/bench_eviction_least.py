@@ -1,8 +1,8 @@
 """What `adaptive` finds at least of what `lru` finds: in small caches, and on traces made to mislead it.
 
 `make bench-eviction-least` runs it on parts and orders of Mooncake's traces, if they are there, and on traces
-of prompts that are made here. Each is replayed in caches of `SIZES` sizes, from 110 blocks or a 1,500th of the
-trace's, to 60 % of these. `tokens` compares found tokens, `seconds` the seconds of 8B on one H100 that
+of prompts that are made here. Each is replayed in caches of `SIZES` sizes, from 110 blocks or a 1,500th of
+the trace's, to 60 % of these. `tokens` compares found tokens, `seconds` the seconds of 8B on one H100 that
 `adaptive-seconds` saves. The least and the geometric mean of the ratios are printed, and how many caches are
 below 0.97. Caches in which `lru` finds nothing are left out.
 """
