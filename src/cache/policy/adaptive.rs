@@ -11,9 +11,10 @@
 //!
 //! At the same time the policy estimates what least-recently-used eviction would hold and would have saved
 //! ([`Recency`]), and evicts no more of what such a cache would hold than it can afford to lose ([`Leeway`]). Beyond that,
-//! the leaf that is worth least is evicted of those that such a cache would have evicted by now. So what the cache saves
-//! does not fall below 0.97 of what least-recently-used eviction would save, apart from chance in a large cache; with a
-//! cost, half of what the tokens of the capacity save may be lost besides.
+//! the leaf that is worth least is evicted of those that such a cache would have evicted by now. So the cache saves at
+//! least 0.975 of what least-recently-used eviction would save, less a sixteenth of what the tokens of its capacity
+//! save, in the mean; with a cost, half of what these save may be lost besides. That does not hold where leaves that should go are
+//! locked, and where requests resume at snapshots.
 //!
 //! A tier below evicts by the same worth ([`Learned`]), as long as more is found in both than recency would find there.
 //!
