@@ -344,6 +344,25 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_look_up_is_a_request_not_a_part_of_one() {
+        let [one, two] = [1, 2].map(|requests| {
+            let mut policy = Adaptive::new(6_400, BlockTokens::of_page_size(64), None);
+            policy.record_publication(BlockKey::new(1), 0..640, Tick::new(640));
+            let before = History { used: Tick::new(640), ..History::default() };
+            for (part, positions) in [0..64, 64..128].into_iter().enumerate() {
+                if part < requests {
+                    policy.record_request(0);
+                }
+                let after = before.used_again(Novelty::Low, Tick::new(1_000 + part as u64));
+                policy.record_use(&before, &after, positions);
+            }
+            policy.recency.room()
+        });
+        // A sixteenth of the capacity, 400, is less than four usual look-ups of 128 tokens.
+        assert!(one < 10.0 && two > 100.0, "{one}, {two}");
+    }
+
+    #[test]
     fn what_is_not_used_again_is_not_at_stake() {
         let evicted = [Outlook::Unknown, Outlook::Ended].map(|outlook| {
             let mut policy = Adaptive::new(6_400, BlockTokens::of_page_size(64), None);

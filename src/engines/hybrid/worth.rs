@@ -387,6 +387,8 @@ mod tests {
         begun: BTreeMap<u8, u64>,
         /// The new tokens of each request, as far as it was known.
         requests: Vec<u32>,
+        /// When a request has used or added tokens last.
+        last: Option<Tick>,
     }
 
     /// Evicts the least recently used leaf, at most two pages of it at a time, and remembers every block.
@@ -409,8 +411,9 @@ mod tests {
             assert!(self.told().leaves.remove(&leaf).is_some(), "a leaf is removed that was inserted");
         }
 
-        fn victim(&mut self, _now: Tick) -> Option<NodeId> {
+        fn victim(&mut self, now: Tick) -> Option<NodeId> {
             let told = self.told();
+            assert!(told.last < Some(now), "what is evicted is evicted for the next request");
             told.leaves.iter().min_by_key(|(id, (_, history))| (history.used, **id)).map(|(&id, _)| id)
         }
 
@@ -418,8 +421,10 @@ mod tests {
             0
         }
 
-        fn record_use(&mut self, _before: &History, _after: &History, positions: Range<u32>) {
-            self.told().used += positions.len() as u64;
+        fn record_use(&mut self, _before: &History, after: &History, positions: Range<u32>) {
+            let mut told = self.told();
+            told.used += positions.len() as u64;
+            told.last = Some(after.used);
         }
 
         fn record_request(&mut self, new: u32) -> Novelty {
@@ -432,7 +437,9 @@ mod tests {
         }
 
         fn record_new(&mut self, history: &History, tokens: u32) {
-            *self.told().begun.entry(history.novelty as u8).or_default() += u64::from(tokens);
+            let mut told = self.told();
+            *told.begun.entry(history.novelty as u8).or_default() += u64::from(tokens);
+            told.last = Some(history.used);
         }
 
         fn record_publication(&mut self, key: BlockKey, _positions: Range<u32>, _now: Tick) -> Remembered {
