@@ -1,15 +1,20 @@
 //! Which snapshots of states a tree keeps, by what its policy estimates.
 
 use std::ops::Range;
+use std::time::Instant;
 
 use kvpool::base::{Id, Page, StateSlot};
-use kvpool::cache::{History, Hold, Namespace, NodeId, Policy, PrefillCost, ResumeAt, Tick, Tree};
+use kvpool::cache::{
+    Cause, History, Hold, Namespace, NodeId, Policy, PrefillCost, Pressure, ResumeAt, Tick, Tree,
+};
 
 /// Evicts the leaf that became evictable first, and estimates as many uses as there were.
 #[derive(Debug, Default)]
 struct ByUses {
     leaves: Vec<NodeId>,
     cost: Option<PrefillCost>,
+    /// Whether a token of each leaf may go in turn.
+    takes_turns: bool,
 }
 
 impl Policy for ByUses {
@@ -23,6 +28,14 @@ impl Policy for ByUses {
 
     fn victim(&mut self, _now: Tick) -> Option<NodeId> {
         self.leaves.first().copied()
+    }
+
+    fn may_evict(&mut self, positions: Range<u32>, _history: &History) -> u32 {
+        if !self.takes_turns {
+            return positions.end - positions.start;
+        }
+        self.leaves.rotate_left(1);
+        1
     }
 
     fn bytes(&self) -> usize {
@@ -163,4 +176,20 @@ fn uses_of_a_path_count_for_its_last_snapshot_and_not_for_those_on_the_way() {
     }
     // The pages before the third one were used nine times, but no request resumed from it.
     assert_eq!(order, [3, 2, 1, 4]);
+}
+
+#[test]
+fn a_leaf_with_a_snapshot_is_not_cut_by_a_policy() {
+    for with_snapshot in [false, true] {
+        let mut scene = Scene::with(ByUses { takes_turns: true, ..ByUses::default() });
+        for prompt in [&[1, 2, 3, 4], &[11, 12, 13, 14]] {
+            let mut hold = scene.hold(prompt);
+            scene.publish(&mut hold, prompt, with_snapshot);
+            drop(scene.tree.release(hold));
+        }
+        let cause = Cause { pressure: Pressure::Alloc, at: Instant::now() };
+        let mut evicted: Vec<_> = scene.tree.evict(4, cause).pages.iter().map(|page| page.number()).collect();
+        evicted.sort_unstable();
+        assert_eq!(evicted, if with_snapshot { [1, 2, 3, 4] } else { [3, 4, 13, 14] });
+    }
 }
