@@ -495,47 +495,13 @@ mod tests {
         assert_eq!(order.victim(), None);
     }
 
-    /// A policy that knows what is much, with the numbers of new tokens that it was told.
-    #[derive(Debug, Default)]
-    struct Known(Arc<Mutex<Vec<u32>>>);
-
-    /// A policy that keeps the positions of what was evicted.
-    #[derive(Debug, Default)]
-    struct Evicted(Arc<Mutex<Vec<Range<u32>>>>);
-
-    impl Policy for Evicted {
-        fn insert(&mut self, _leaf: NodeId, _positions: Range<u32>, _history: &History, _now: Tick) {}
-
-        fn remove(&mut self, _leaf: NodeId) {}
-
-        fn victim(&mut self, _now: Tick) -> Option<NodeId> {
-            None
-        }
-
-        fn bytes(&self) -> usize {
-            0
-        }
-
-        fn record_evicted(&mut self, positions: Range<u32>, _history: &History, _now: Tick) {
-            self.0.lock().expect("no test has failed").push(positions);
-        }
-    }
-
-    #[test]
-    fn only_blocks_that_are_taken_count_as_evicted() {
-        let blocks: Vec<BlockId> = (0..3).map(BlockId::new).collect();
-        let new = |block: &BlockId| NewBlock { block: *block, key: BlockKey::new(block.number().into()) };
-        let mut queue = EvictionQueue::full(3);
-        let mut order = BlockOrder::new(PolicyKind::Lru, blocks.len(), 64);
-        let evicted = Evicted::default();
-        order.policy = Box::new(Evicted(Arc::clone(&evicted.0)));
-        order.add(None, &blocks[..2].iter().map(new).collect::<Vec<_>>(), None, &queue);
-        assert!(blocks.iter().all(|&block| queue.remove(block)));
-        // The last one is of no prompt.
-        order.forget_taken(blocks[2], &queue);
-        order.forget_taken(blocks[1], &queue);
-        order.forget(blocks[0], &queue);
-        assert_eq!(*evicted.0.lock().expect("no test has failed"), [Range { start: 64, end: 128 }]);
+    /// A policy that knows what is much, and keeps what it was told.
+    #[derive(Clone, Debug, Default)]
+    struct Known {
+        /// The new tokens of each request.
+        new: Arc<Mutex<Vec<u32>>>,
+        /// The positions of what was evicted.
+        evicted: Arc<Mutex<Vec<Range<u32>>>>,
     }
 
     impl Policy for Known {
@@ -552,7 +518,7 @@ mod tests {
         }
 
         fn record_request(&mut self, new: u32) -> Novelty {
-            self.0.lock().expect("no test has failed").push(new);
+            self.new.lock().expect("no test has failed").push(new);
             self.novelty(new)
         }
 
@@ -563,6 +529,27 @@ mod tests {
         fn record_publication(&mut self, key: BlockKey, _positions: Range<u32>, _now: Tick) -> Remembered {
             Remembered { uses: u32::from(key == BlockKey::new(8)) }
         }
+
+        fn record_evicted(&mut self, positions: Range<u32>, _history: &History, _now: Tick) {
+            self.evicted.lock().expect("no test has failed").push(positions);
+        }
+    }
+
+    #[test]
+    fn only_blocks_that_are_taken_count_as_evicted() {
+        let blocks: Vec<BlockId> = (0..3).map(BlockId::new).collect();
+        let new = |block: &BlockId| NewBlock { block: *block, key: BlockKey::new(block.number().into()) };
+        let mut queue = EvictionQueue::full(3);
+        let mut order = BlockOrder::new(PolicyKind::Lru, blocks.len(), 64);
+        let told = Known::default();
+        order.policy = Box::new(told.clone());
+        order.add(None, &blocks[..2].iter().map(new).collect::<Vec<_>>(), None, &queue);
+        assert!(blocks.iter().all(|&block| queue.remove(block)));
+        // The last one is of no prompt.
+        order.forget_taken(blocks[2], &queue);
+        order.forget_taken(blocks[1], &queue);
+        order.forget(blocks[0], &queue);
+        assert_eq!(*told.evicted.lock().expect("no test has failed"), [Range { start: 64, end: 128 }]);
     }
 
     #[test]
@@ -597,7 +584,7 @@ mod tests {
         let mut queue = EvictionQueue::full(10);
         let mut order = BlockOrder::new(PolicyKind::Lru, blocks.len(), 64);
         let told = Known::default();
-        order.policy = Box::new(Known(Arc::clone(&told.0)));
+        order.policy = Box::new(told.clone());
         let novelties = |order: &BlockOrder, known: usize| {
             let is_high = |&block: &BlockId| order.at(block).history.novelty == Novelty::High;
             blocks[..known].iter().filter(|block| is_high(block)).count()
@@ -644,7 +631,7 @@ mod tests {
         assert_eq!(order.at(blocks[9]).history.novelty, Novelty::Middle);
         order.record_use(blocks[0]);
         assert_eq!(order.at(blocks[0]).history.novelty, Novelty::High);
-        assert_eq!(*told.0.lock().expect("no test has failed"), [384, 128]);
+        assert_eq!(*told.new.lock().expect("no test has failed"), [384, 128]);
     }
 
     #[test]
