@@ -122,6 +122,7 @@ def test_what_saves_most_seconds_is_kept() -> None:
     # Where all tokens take as long, a cache with a cost keeps the same, but bets more than one without.
     flat = saved_by(cache_of(PrefillCost(1e-5, 0.0)))
     assert flat >= saved_by(cache_of(None))
+    assert flat == saved_by(cache_of(PrefillCost(4e-5, 0.0)))
     assert saved_by(cache_of(STEEP)) > 1.05 * flat
 
 
