@@ -122,7 +122,6 @@ def made(seed: int) -> Iterator[tuple[str, Trace]]:
     """Traces in which what was learned is wrong a little later, or nothing can be learned."""
     chance = random.Random(seed)
     loop = [[("loop", at, i) for i in range(30)] for at in range(80)]
-    yield "a loop", trace_of("", loop * 50)
     yield "to and fro", trace_of("", (loop + loop[::-1]) * 25)
     growing = [[[(size, at, i) for i in range(25)] for at in range(10 + 8 * size)] for size in range(12)]
     yield "growing loops", trace_of("", [prompt for loop in growing for prompt in loop * 6])
