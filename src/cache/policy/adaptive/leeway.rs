@@ -8,8 +8,7 @@
 //!
 //! That is strict, and too slow for a large cache, where few of the early tokens ever come back. So what is left when
 //! [`SPARE`] usual look-ups are lost counts by the share of early tokens that came back so far. This bounds what is lost
-//! in the mean, not in each case. To begin with, it may be [`ADVANCE`] more: so much less than that share of what such
-//! eviction saves may be saved in all.
+//! in the mean, not in each case. To begin with, [`ADVANCE`] is added, which may be lost in all besides `LOSS`.
 
 use super::lifetimes::real;
 

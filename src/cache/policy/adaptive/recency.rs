@@ -53,7 +53,7 @@ pub(super) struct Recency {
     /// The time at which that was recorded.
     short: Option<Tick>,
     leeway: Leeway,
-    /// What early tokens may save, as long as nothing is looked up or added.
+    /// What early tokens may save, until something is looked up again or the time passes.
     allowed: Option<f64>,
     /// The spans of the tokens that such a cache would hold when this time began, oldest first.
     spans: VecDeque<Span>,
