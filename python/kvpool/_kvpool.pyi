@@ -5011,8 +5011,8 @@ class FileStore:
 
     Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes
     of each page: a page that is found has exactly the bytes that were put, and a damaged one is missing. The
-    pages used least recently are evicted; a use is a `put`, a `get`, a `touch`, or an `exists` with
-    `will_use`.
+    pages that are worth least, or were used least recently, are evicted; a use is a `put`, a `get`, a `touch`, or
+    an `exists` with `will_use`.
     Of the pages of a prompt, the last are evicted first, so that the beginning of a prefix stays longest: the
     pages of one call follow each other, and `parent` of `put` names the page before them.
 
@@ -5029,12 +5029,15 @@ class FileStore:
         capacity_bytes: Bytes of pages, each rounded up to 4096. The index takes 64 bytes more for each page. A store
             can be opened with another capacity: a smaller one keeps the pages used last.
         page_bytes: Bytes of a page.
+        policy: Which prompt loses its last page: "adaptive", that whose pages are worth least, as in `PrefixCache`;
+            "lru", that which was used least recently; or another policy of `PrefixCache`. What "adaptive" has learned
+            ends with the process.
         threads: Threads that read and write.
         queue_bytes: Bytes of pages that wait to be written. Further ones are dropped.
         direct: Whether to bypass the system's cache, if the file system supports that.
 
     Raises:
-        ConfigError: If a size does not fit, the directory is in use by a process, also this one, has a store with
+        ConfigError: If a size does not fit, `policy` is unknown, the directory is in use by a process, also this one, has a store with
             other pages or of another version, or cannot be used. The message has the path and the cause.
         OutOfMemoryError: If the index does not fit in memory.
     """
@@ -5045,6 +5048,7 @@ class FileStore:
         capacity_bytes: SupportsIndex,
         *,
         page_bytes: SupportsIndex,
+        policy: str = "adaptive",
         threads: SupportsIndex = 2,
         queue_bytes: SupportsIndex = 268435456,
         direct: bool = True,
@@ -5058,6 +5062,9 @@ class FileStore:
     @property
     def capacity_bytes(self) -> int:
         """Bytes of pages that the store was given."""
+    @property
+    def policy(self) -> str:
+        """The name of the policy."""
     @property
     def direct(self) -> bool:
         """Whether pages pass the system's cache by."""

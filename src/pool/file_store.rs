@@ -6,6 +6,7 @@ mod opening;
 mod recency;
 mod slots;
 mod work;
+mod worth;
 
 use std::collections::{HashSet, VecDeque};
 use std::fmt;
@@ -17,7 +18,7 @@ use std::time::{Duration, Instant};
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::sync::{Condvar, thread};
 use crate::base::{Error, ErrorKind, KeyMap, Result, check_memory, try_collect, try_collect_each};
-use crate::cache::{Digest, PageHash, hex};
+use crate::cache::{Digest, PageHash, PolicyKind, hex};
 use crate::memory::HostRows;
 use crate::transfer::{AlignedBytes, BLOCK, Disk, FileCaching, Folder};
 
@@ -46,6 +47,8 @@ pub struct FileStoreConfig {
     pub threads: usize,
     /// Bytes of pages that wait to be written. Further ones are dropped.
     pub queue_bytes: usize,
+    /// Which prompt loses its last page.
+    pub policy: PolicyKind,
     /// The hash of checksums. A store is opened with the one that it was made with.
     pub digest: Digest,
 }
@@ -64,14 +67,15 @@ impl fmt::Debug for FileStore {
 /// moment.
 ///
 /// A page that is found has the bytes that were put under its key; a checksum covers both. Pages that a
-/// killed process has not completed are missing. The least recently used pages are evicted first and, of the
-/// pages of a prompt, the last ones: those of one call follow each other, and [`PutAfter`] tells what comes
-/// before them.
+/// killed process has not completed are missing. The pages that are worth least by the policy, or were used least
+/// recently, are evicted first and, of the pages of a prompt, the last ones: those of one call follow each other,
+/// and [`PutAfter`] tells what comes before them.
 ///
 /// ```
 /// use std::sync::Arc;
 /// use std::time::Duration;
 /// use kvpool::base::DType;
+/// use kvpool::cache::PolicyKind;
 /// use kvpool::memory::{Host, HostRows, Region};
 /// use kvpool::tensor::TensorView;
 /// use kvpool::transfer::FileCaching;
@@ -85,7 +89,8 @@ impl fmt::Debug for FileStore {
 ///
 /// let path = std::env::temp_dir().join(format!("kvpool-example-{}", std::process::id()));
 /// let config = FileStoreConfig {
-///     capacity_bytes: 1 << 20, page_bytes: 4096, threads: 1, queue_bytes: 1 << 20, digest,
+///     capacity_bytes: 1 << 20, page_bytes: 4096, threads: 1, queue_bytes: 1 << 20,
+///     policy: PolicyKind::Adaptive, digest,
 /// };
 /// let region = Arc::new(Region::new(Arc::new(Host), 2 * 4096).unwrap());
 /// let pages = TensorView::contiguous(Arc::clone(&region), 0, DType::U8, &[2, 4096]).unwrap();
@@ -209,9 +214,9 @@ impl FileStore {
     /// See [`FileStore::at`].
     pub fn open(name: impl Into<String>, config: &FileStoreConfig, disk: &Arc<dyn Disk>) -> Result<Self> {
         let (name, slot_bytes) = (name.into(), Self::check(config)?);
-        let FileStoreConfig { page_bytes, digest, .. } = *config;
+        let FileStoreConfig { page_bytes, policy, digest, .. } = *config;
         let count = config.capacity_bytes / slot_bytes;
-        let found = Opening { disk: &**disk, digest, page_bytes, slot_bytes, count }
+        let found = Opening { disk: &**disk, digest, page_bytes, slot_bytes, count, policy }
             .run()
             .map_err(|error| error.with_prefix(&name))?;
         let counts = Counts { damaged: found.damaged, ..Counts::default() };
@@ -282,6 +287,7 @@ impl FileStore {
         let mut state = self.open_state()?;
         let slots = try_collect_each(keys.iter().map_while(|key| state.slots.find(key)))?;
         if !keys.is_empty() {
+            state.slots.look_up(keys.len());
             state.look_up(&slots);
         }
         Ok(slots.len())
@@ -304,6 +310,7 @@ impl FileStore {
     pub fn touch(&self, keys: &[PageHash]) -> Result<Vec<bool>> {
         let mut guard = self.open_state()?;
         let state = &mut *guard;
+        state.slots.begin_request();
         let recency = state.ticks.touch(keys.len());
         let mut near = None;
         let record =
@@ -375,6 +382,9 @@ impl FileStore {
             PutAfter::Page(key) => state.tick(key),
             PutAfter::PreviousCall | PutAfter::Nothing => None,
         };
+        if after == PutAfter::Nothing {
+            state.slots.begin_request();
+        }
         let recency = state.ticks.put(keys.len(), state.slots.room(), after, parent);
         let mut pages = Vec::new();
         let mut present = vec![false; keys.len()];

@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::base::Error;
+use crate::cache::PolicyKind;
 use crate::memory::HostRows;
 use crate::pool::{FileStore as Store, FileStoreConfig, PutAfter, StoreTransfer as Transfer};
 use crate::transfer::FileCaching;
@@ -20,8 +21,8 @@ use super::wait_in_slices;
 ///
 /// Stored pages survive the process, also a `SIGKILL` at any moment. A checksum covers the key and the bytes
 /// of each page: a page that is found has exactly the bytes that were put, and a damaged one is missing. The
-/// pages used least recently are evicted; a use is a `put`, a `get`, a `touch`, or an `exists` with
-/// `will_use`.
+/// pages that are worth least, or were used least recently, are evicted; a use is a `put`, a `get`, a `touch`, or
+/// an `exists` with `will_use`.
 /// Of the pages of a prompt, the last are evicted first, so that the beginning of a prefix stays longest: the
 /// pages of one call follow each other, and `parent` of `put` names the page before them.
 ///
@@ -38,12 +39,15 @@ use super::wait_in_slices;
 ///     capacity_bytes: Bytes of pages, each rounded up to 4096. The index takes 64 bytes more for each page. A store
 ///         can be opened with another capacity: a smaller one keeps the pages used last.
 ///     page_bytes: Bytes of a page.
+///     policy: Which prompt loses its last page: "adaptive", that whose pages are worth least, as in `PrefixCache`;
+///         "lru", that which was used least recently; or another policy of `PrefixCache`. What "adaptive" has learned
+///         ends with the process.
 ///     threads: Threads that read and write.
 ///     queue_bytes: Bytes of pages that wait to be written. Further ones are dropped.
 ///     direct: Whether to bypass the system's cache, if the file system supports that.
 ///
 /// Raises:
-///     ConfigError: If a size does not fit, the directory is in use by a process, also this one, has a store with
+///     ConfigError: If a size does not fit, `policy` is unknown, the directory is in use by a process, also this one, has a store with
 ///         other pages or of another version, or cannot be used. The message has the path and the cause.
 ///     OutOfMemoryError: If the index does not fit in memory.
 #[pyclass(frozen, module = "kvpool", name = "FileStore", weakref)]
@@ -55,13 +59,15 @@ pub(super) struct FileStore {
 impl FileStore {
     #[new]
     #[pyo3(signature = (
-        path, capacity_bytes, *, page_bytes, threads=Arg::Missing, queue_bytes=Arg::Missing, direct=true
-    ), text_signature = "(path, capacity_bytes, *, page_bytes, threads=2, queue_bytes=268435456, direct=True)")]
+        path, capacity_bytes, *, page_bytes, policy="adaptive", threads=Arg::Missing, queue_bytes=Arg::Missing, direct=true
+    ), text_signature = "(path, capacity_bytes, *, page_bytes, policy=\"adaptive\", threads=2, queue_bytes=268435456, \
+                          direct=True)")]
     fn new(
         py: Python<'_>,
         path: PathBuf,
         capacity_bytes: &Bound<'_, PyAny>,
         page_bytes: &Bound<'_, PyAny>,
+        policy: &str,
         threads: Arg<'_>,
         queue_bytes: Arg<'_>,
         direct: bool,
@@ -74,6 +80,7 @@ impl FileStore {
             page_bytes,
             threads: threads.size("threads", 2)?,
             queue_bytes: queue_bytes.size("queue_bytes", QUEUE_BYTES.max(page_bytes))?,
+            policy: PolicyKind::parse(policy)?,
             digest,
         };
         let caching = if direct { FileCaching::Direct } else { FileCaching::Cached };
@@ -272,6 +279,12 @@ impl FileStore {
     #[getter]
     fn capacity_bytes(&self) -> usize {
         self.store.config().capacity_bytes
+    }
+
+    /// The name of the policy.
+    #[getter]
+    fn policy(&self) -> &'static str {
+        self.store.config().policy.name()
     }
 
     /// Whether pages pass the system's cache by.

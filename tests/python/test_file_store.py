@@ -120,6 +120,46 @@ def test_keys_are_bytes_or_rows_of_an_array(store: FileStore) -> None:
         assert store.exists(keys) == 2
 
 
+def found_by(path: Path, policy: str) -> tuple[int, int]:
+    """Found pages of documents that are asked for again and again, and of those that are asked for once."""
+    again, once = 0, 0
+    pages = np.stack([page_of(0)] * 4)
+    with opened(path, 60, policy=policy, direct=False, threads=1) as store:
+        assert store.policy == policy
+        for turn in range(600):
+            for document in (turn % 10, 100 + turn):
+                keys = [document.to_bytes(16, "little") + bytes([page]) * 16 for page in range(4)]
+                there = store.exists(keys, will_use=True)
+                assert store.get(keys[:there], pages[:there]).wait(60)
+                parent = keys[there - 1] if there else b""
+                assert store.put(keys[there:], pages[there:], parent=parent).wait(60)
+                again += there if document < 10 else 0
+                once += there if document >= 10 else 0
+        assert len(store) == 60
+    return again, once
+
+
+def test_what_is_asked_for_again_stays(tmp_path: Path) -> None:
+    # Between two uses of a document, twenty others are used: more than the store has room for.
+    assert found_by(tmp_path / "lru", "lru") == (0, 0)
+    again, once = found_by(tmp_path / "adaptive", "adaptive")
+    assert again > 0.7 * 4 * 600, again
+    assert once == 0
+
+
+def test_the_policy_is_one_of_those_of_the_prefix_cache(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown policy 'mru'; use one of lru, fifo, lfu"):
+        opened(tmp_path / "store", policy="mru")
+    assert not (tmp_path / "store").exists()
+    # A directory is opened by any of them, and nothing is lost.
+    for policy in ("lru", "adaptive", "fifo", "lfu", "slru", "priority"):
+        with opened(tmp_path / "store", policy=policy) as store:
+            put(store, 1, 2, 3)
+            assert (store.policy, found(store, 1, 2, 3)) == (policy, [1, 2, 3])
+    with opened(tmp_path / "store") as store:
+        assert store.policy == "adaptive"
+
+
 def test_the_page_used_least_recently_goes_first_and_the_end_of_a_call_before_its_beginning(
     store: FileStore,
 ) -> None:

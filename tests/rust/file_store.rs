@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpool::base::{DType, ErrorKind};
+use kvpool::cache::PolicyKind;
 use kvpool::memory::{Host, HostRows, Region};
 use kvpool::pool::{FileStore, FileStoreConfig, PutAfter, StoreTransfer};
 use kvpool::tensor::TensorView;
@@ -25,6 +26,7 @@ fn config(slots: usize) -> FileStoreConfig {
         page_bytes: PAGE_BYTES,
         threads: 1,
         queue_bytes: 64 * PAGE_BYTES,
+        policy: PolicyKind::Lru,
         digest,
     }
 }

@@ -700,6 +700,7 @@ fn a_waiter_is_woken_when_two_threads_store_the_last_pages() {
             page_bytes: BYTES,
             threads: 2,
             queue_bytes: 4 * BYTES,
+            policy: PolicyKind::Lru,
             digest: disks::digest,
         };
         let disk: Arc<dyn Disk> = Arc::<disks::MemoryDisk>::default();

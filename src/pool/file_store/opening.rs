@@ -6,7 +6,7 @@ use std::io;
 use crate::base::{
     Error, Id, Result, out_of_memory_error, try_push, try_to_vec, try_with_capacity, try_zeros, widen,
 };
-use crate::cache::{Digest, PageHash};
+use crate::cache::{Digest, PageHash, PolicyKind};
 use crate::transfer::{AlignedBytes, BLOCK, Disk, DiskFile, read_whole, to_u64, write_whole};
 
 use super::layout::{
@@ -25,6 +25,7 @@ pub(super) struct Opening<'a> {
     pub(super) slot_bytes: usize,
     /// Slots of the capacity.
     pub(super) count: usize,
+    pub(super) policy: PolicyKind,
 }
 
 /// A page and its slot.
@@ -89,7 +90,7 @@ impl Opening<'_> {
         damaged += self.move_down(&mut kept)?;
         self.cut()?;
         kept.reverse();
-        let mut slots = Slots::new(self.count);
+        let mut slots = Slots::new(self.count, self.policy);
         slots.fill(&kept)?;
         let last_tick = kept.last().map_or(0, |(_, record)| record.tick);
         Ok(FoundSlots { slots, last_tick, damaged, lost_bytes })
@@ -304,7 +305,9 @@ mod tests {
         index[BLOCK + 64 * 5] ^= 1;
         index.copy_within(BLOCK..BLOCK + 64, BLOCK + 64 * 7);
         let disk = Sparse { index: Mutex::new(index), pages: u64::from(PAGES) * 4096 };
-        let opening = Opening { disk: &disk, digest, page_bytes: 4096, slot_bytes: 4096, count: 1_000_000 };
+        let (page_bytes, slot_bytes, count) = (4096, 4096, 1_000_000);
+        let policy = PolicyKind::Lru;
+        let opening = Opening { disk: &disk, digest, page_bytes, slot_bytes, count, policy };
         let mut found = opening.run().expect("a store");
         assert_eq!((found.slots.len(), found.damaged), (999_998, 2));
         let mut first = || found.slots.take(u64::MAX).expect("one of all");

@@ -12,6 +12,11 @@ use crate::transfer::to_u64;
 /// until the process ends.
 const BAND: u64 = 1 << 16;
 
+/// Returns whether two ticks are of pages that were used last as parts of one prompt.
+pub(super) const fn is_one_run(tick: u64, other: u64) -> bool {
+    tick / BAND == other / BAND
+}
+
 /// What comes before the first page of a `put`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PutAfter {

@@ -2,18 +2,22 @@
 
 use std::collections::VecDeque;
 
-use crate::base::{Id, KeyMap, out_of_memory_error, try_push, widen};
-use crate::cache::{PageHash, RecencyList};
+use crate::base::{Id, KeyMap, Result, out_of_memory_error, try_push, widen};
+use crate::cache::{PageHash, PolicyKind, RecencyList};
 use crate::transfer::to_u64;
 
 use super::layout::{FileSlot, Record};
-use super::recency::Recency;
+use super::recency::{Recency, is_one_run};
+use super::worth::Worth;
 
 /// The most slots of a store.
 pub(super) const MAX_SLOTS: usize = 0xffff_fff0;
 
 /// Pages that are stored before a disk that was full is tried with more than it had.
 const PROBE: usize = 64;
+
+/// The most pages that are passed over because they must stay, before the oldest that may go is evicted.
+const PASSED: usize = 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Use {
@@ -49,7 +53,8 @@ impl SlotUse {
 /// The slots of a store.
 ///
 /// Pages that can be found are in a list by their ticks, those with larger ones first. A slot is taken for a
-/// page, which then is stored or given up. Slots that are held are not taken.
+/// page, which then is stored or given up. Slots that are held are not taken. With a policy, the last page of each
+/// run of similar ticks is offered to it.
 #[derive(Debug)]
 pub(super) struct Slots {
     /// The slots that were ever used, at most `count`.
@@ -71,10 +76,12 @@ pub(super) struct Slots {
     /// The pages used so far, each counted as often as it was used.
     uses: u64,
     evicted: usize,
+    /// What pages are worth; `None` if the least recently used one is evicted.
+    worth: Option<Box<Worth>>,
 }
 
 impl Slots {
-    pub(super) fn new(count: usize) -> Self {
+    pub(super) fn new(count: usize, policy: PolicyKind) -> Self {
         Self {
             slot_uses: Vec::new(),
             count,
@@ -88,6 +95,7 @@ impl Slots {
             entered: None,
             uses: 0,
             evicted: 0,
+            worth: Worth::new(policy, count).map(Box::new),
         }
     }
 
@@ -135,23 +143,81 @@ impl Slots {
         self.slot_use(slot).record.tick
     }
 
+    /// Records that a prompt of so many pages is looked up, which are used or put after that.
+    pub(super) fn look_up(&mut self, pages: usize) {
+        if let Some(worth) = &mut self.worth {
+            worth.look_up(pages);
+        }
+    }
+
+    /// Records that the pages of another request are used or put from now on.
+    pub(super) fn begin_request(&mut self) {
+        if let Some(worth) = &mut self.worth {
+            worth.begin_request();
+        }
+    }
+
     /// Records a use of the pages, which follow each other and become the last used: the first one is evicted
     /// last.
     pub(super) fn touch(&mut self, slots: &[FileSlot], recency: Recency) {
-        self.uses += to_u64(slots.len());
         for (page, &slot) in slots.iter().enumerate().rev() {
-            self.slot_use_mut(slot).record.tick = recency.tick(page);
-            self.order.touch(slot);
+            self.leave(slot);
+            self.record_use(slot, recency.tick(page));
+            self.order.push(slot);
+            self.offer(slot);
         }
+    }
+
+    /// Records a use of a page that is not in the order.
+    fn record_use(&mut self, slot: FileSlot, tick: u64) {
+        self.uses += 1;
+        self.slot_use_mut(slot).record.tick = tick;
+        if let Some(worth) = &mut self.worth {
+            worth.record_use(slot);
+        }
+    }
+
+    /// Returns the next newer page, if it is of the same run: it is before this one in a prompt.
+    fn before_in_run(&self, slot: FileSlot) -> Option<FileSlot> {
+        self.order.newer(slot).filter(|&newer| is_one_run(self.tick(newer), self.tick(slot)))
+    }
+
+    /// Returns whether a page is the last of its run.
+    fn is_last_of_run(&self, slot: FileSlot) -> bool {
+        self.order.older(slot).is_none_or(|older| !is_one_run(self.tick(older), self.tick(slot)))
+    }
+
+    /// Offers a page that has got its place in the order to the policy, if it is the last of its run.
+    fn offer(&mut self, slot: FileSlot) {
+        let (is_last, before) = (self.is_last_of_run(slot), self.before_in_run(slot));
+        if let Some(worth) = self.worth.as_mut().filter(|_| is_last) {
+            if let Some(before) = before {
+                worth.withdraw(before);
+            }
+            worth.offer(slot);
+        }
+    }
+
+    /// Takes a page out of the order, and back from the policy.
+    fn leave(&mut self, slot: FileSlot) {
+        let (is_last, before) = (self.is_last_of_run(slot), self.before_in_run(slot));
+        if let Some(worth) = self.worth.as_mut().filter(|_| is_last) {
+            worth.withdraw(slot);
+            if let Some(before) = before {
+                worth.offer(before);
+            }
+        }
+        self.order.remove(slot);
     }
 
     /// Records a use of a page, unless it was used later. `near` is a page with a similar tick.
     pub(super) fn raise(&mut self, slot: FileSlot, tick: u64, near: Option<FileSlot>) {
-        self.uses += 1;
         if self.tick(slot) < tick {
-            self.order.remove(slot);
-            self.slot_use_mut(slot).record.tick = tick;
+            self.leave(slot);
+            self.record_use(slot, tick);
             self.enter(slot, near);
+        } else {
+            self.uses += 1;
         }
     }
 
@@ -161,6 +227,7 @@ impl Slots {
         let near = near.filter(is_there).or_else(|| self.entered.filter(is_there));
         let newer = self.last_used_since(self.tick(slot), near);
         self.order.insert_older_than(slot, newer);
+        self.offer(slot);
         self.entered = Some(slot);
     }
 
@@ -224,8 +291,9 @@ impl Slots {
         }
     }
 
-    /// Takes a slot for a page with this tick: a free one, or that of the page used least recently, if its
-    /// tick is smaller. Pages with larger ticks stay: they come before it in a prompt, or were used later.
+    /// Takes a slot for a page with this tick: a free one, or that of the page that is worth least or was used least
+    /// recently, if its tick is smaller. Pages with larger ticks stay: they come before it in a prompt, or were
+    /// used later.
     pub(super) fn take(&mut self, tick: u64) -> Option<FileSlot> {
         let slot = if self.len() + self.written < self.limit { self.take_free() } else { None };
         let slot = slot.or_else(|| self.evict(tick))?;
@@ -242,20 +310,53 @@ impl Slots {
         if fresh >= self.count {
             return None;
         }
+        self.reserve_worth_below(fresh + 1).ok()?;
         try_push(&mut self.slot_uses, SlotUse::FREE).ok()?;
         Some(FileSlot::new(u32::try_from(fresh).expect("MAX_SLOTS was checked")))
     }
 
-    /// Evicts the page used least recently of those that are not held and have a smaller tick. The caller
-    /// takes its slot.
+    fn reserve_worth_below(&mut self, end: usize) -> Result<()> {
+        self.worth.iter_mut().try_for_each(|worth| worth.reserve_below(end))
+    }
+
+    /// Evicts the page that is worth least, or was used least recently, of those that are not held and have a smaller
+    /// tick. The caller takes its slot.
     fn evict(&mut self, tick: u64) -> Option<FileSlot> {
-        let older = self.order.iter_oldest().take_while(|&slot| self.tick(slot) < tick);
-        let slot = { older }.find(|&slot| self.slot_use(slot).holders == 0)?;
+        let slot = self.worth_least(tick).or_else(|| {
+            let mut older = self.order.iter_oldest().take_while(|&slot| self.tick(slot) < tick);
+            older.find(|&slot| self.slot_use(slot).holders == 0)
+        })?;
         let key = self.slot_use(slot).record.key;
         self.by_key.remove(&key);
-        self.order.remove(slot);
+        self.leave(slot);
+        if let Some(worth) = &mut self.worth {
+            worth.record_evicted(slot, &key);
+        }
         self.evicted += 1;
         Some(slot)
+    }
+
+    /// Returns the page that is worth least of those that are not held and have a smaller tick, if it is soon found.
+    fn worth_least(&mut self, tick: u64) -> Option<FileSlot> {
+        let pages = self.len();
+        let worth = self.worth.as_mut()?;
+        let mut passed = Vec::new();
+        let found = loop {
+            let Some(slot) = worth.victim(pages) else { break None };
+            let slot_use = &self.slot_uses[widen(slot.number())];
+            if slot_use.holders == 0 && slot_use.record.tick < tick {
+                break Some(slot);
+            }
+            if passed.len() == PASSED {
+                break None;
+            }
+            worth.withdraw(slot);
+            passed.push(slot);
+        };
+        for slot in passed {
+            worth.offer(slot);
+        }
+        found
     }
 
     /// Makes the page in a taken slot one that can be found. The entry in the index has the tick of `record`,
@@ -280,6 +381,9 @@ impl Slots {
         debug_assert_eq!(slot_use.usage, Use::Written, "{slot:?} was not taken");
         *slot_use =
             SlotUse { record: Record { tick, ..record }, written_at, usage: Use::Stored, ..*slot_use };
+        if let Some(worth) = &mut self.worth {
+            worth.add(slot, &record.key);
+        }
         self.written -= 1;
         self.by_key.insert(record.key, slot);
     }
@@ -303,7 +407,7 @@ impl Slots {
     /// Removes a page. Its slot is held for the caller, who clears its entry and releases it.
     pub(super) fn remove(&mut self, key: &PageHash) -> Option<FileSlot> {
         let slot = self.by_key.remove(key)?;
-        self.order.remove(slot);
+        self.leave(slot);
         let slot_use = self.slot_use_mut(slot);
         slot_use.usage = Use::Removed;
         slot_use.holders += 1;
@@ -312,11 +416,12 @@ impl Slots {
 
     /// Fills the slots with the pages of an index, by ascending tick. Slots are below `count`, and each
     /// occurs once.
-    pub(super) fn fill(&mut self, pages: &[(FileSlot, Record)]) -> crate::base::Result<()> {
+    pub(super) fn fill(&mut self, pages: &[(FileSlot, Record)]) -> Result<()> {
         let end = pages.iter().map(|(slot, _)| widen(slot.number()) + 1).max().unwrap_or(0);
         self.free.try_reserve(end).map_err(|_| out_of_memory_error::<FileSlot>(end))?;
         self.by_key.try_reserve(pages.len()).map_err(|_| out_of_memory_error::<PageHash>(pages.len()))?;
         self.order.reserve_below(end)?;
+        self.reserve_worth_below(end)?;
         for slot in 0..end {
             try_push(&mut self.slot_uses, SlotUse::FREE)?;
             self.free.push_front(FileSlot::new(u32::try_from(slot).expect("MAX_SLOTS was checked")));
@@ -326,6 +431,7 @@ impl Slots {
             self.written += 1;
             self.begin_use(slot, record, record.tick);
             self.order.push(slot);
+            self.offer(slot);
         }
         let slot_uses = &self.slot_uses;
         self.free.retain(|&slot| slot_uses[widen(slot.number())].usage == Use::Free);
@@ -350,5 +456,94 @@ impl Slots {
             return Some(format!("{counted:?} pages are stored, written and free, {known:?} are known"));
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::pool::file_store::recency::{PutAfter, Ticks};
+    use super::*;
+
+    /// Slots that are full of prompts of one page, each of which was used once more than the one before.
+    fn full(count: u32, ticks: &mut Ticks) -> Slots {
+        let mut slots = Slots::new(widen(count), PolicyKind::Lfu);
+        for number in 0..count {
+            let slot = put(&mut slots, ticks, number).expect("a free slot");
+            for _ in 0..number {
+                slots.look_up(1);
+                slots.touch(&[slot], ticks.look_up(1));
+            }
+        }
+        slots
+    }
+
+    fn put(slots: &mut Slots, ticks: &mut Ticks, number: u32) -> Option<FileSlot> {
+        let tick = ticks.put(1, slots.room(), PutAfter::Nothing, None).tick(0);
+        let slot = slots.take(tick)?;
+        let mut key = [0; 32];
+        key[..4].copy_from_slice(&number.to_le_bytes());
+        slots.store(slot, Record { key, sum: [0; 16], tick }, tick, None);
+        Some(slot)
+    }
+
+    #[test]
+    fn a_page_that_is_read_stays() {
+        let mut ticks = Ticks::after(0);
+        let mut slots = full(4, &mut ticks);
+        slots.hold(FileSlot::new(0));
+        assert_eq!(
+            put(&mut slots, &mut ticks, 4),
+            Some(FileSlot::new(1)),
+            "the next one that was seldom used"
+        );
+        slots.release(FileSlot::new(0));
+        assert_eq!(put(&mut slots, &mut ticks, 5), Some(FileSlot::new(0)));
+        assert_eq!(slots.broken_invariant(), None);
+    }
+
+    #[test]
+    fn the_oldest_goes_if_many_must_stay() {
+        let mut ticks = Ticks::after(0);
+        let count = 2 * u32::try_from(PASSED).expect("few");
+        let mut slots = full(count, &mut ticks);
+        // The last ones were used most often, and now the others later.
+        for number in 0..count - 2 {
+            let slot = FileSlot::new(number);
+            slots.touch(&[slot], ticks.touch(1));
+            slots.hold(slot);
+        }
+        assert_eq!(put(&mut slots, &mut ticks, count), Some(FileSlot::new(count - 2)));
+        for number in 0..count - 2 {
+            slots.release(FileSlot::new(number));
+        }
+        assert_eq!(put(&mut slots, &mut ticks, count + 1), Some(FileSlot::new(count - 2)), "it is new");
+        assert_eq!(slots.broken_invariant(), None);
+    }
+
+    #[test]
+    fn a_prompt_loses_its_end() {
+        let mut ticks = Ticks::after(0);
+        let mut slots = Slots::new(6, PolicyKind::Lfu);
+        for prompt in 0..2 {
+            let recency = ticks.put(3, 6, PutAfter::Nothing, None);
+            // Threads store the pages in any order.
+            for page in [1, 2, 0] {
+                let tick = recency.tick(page);
+                let slot = slots.take(tick).expect("a free slot");
+                let mut key = [prompt; 32];
+                key[0] = u8::try_from(page).expect("few");
+                slots.store(slot, Record { key, sum: [0; 16], tick }, tick, None);
+            }
+        }
+        let of = |slots: &Slots, prompt: u8| -> Vec<u8> {
+            let key = |page| std::array::from_fn(|at| if at == 0 { page } else { prompt });
+            (0..3).filter(|&page| slots.find(&key(page)).is_some()).collect()
+        };
+        let mut left = Vec::new();
+        for number in 0..3 {
+            put(&mut slots, &mut ticks, 1 << 16 | number).expect("a page to evict");
+            left.push((of(&slots, 0), of(&slots, 1)));
+        }
+        assert_eq!(left, [(vec![0, 1], vec![0, 1, 2]), (vec![0], vec![0, 1, 2]), (vec![], vec![0, 1, 2])]);
     }
 }

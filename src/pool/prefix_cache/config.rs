@@ -65,7 +65,8 @@ pub struct LowerTier {
 /// }
 /// let path = std::env::temp_dir().join(format!("kvpool-below-{}", std::process::id()));
 /// let store_config = FileStoreConfig {
-///     capacity_bytes: 1 << 20, page_bytes: 4096, threads: 1, queue_bytes: 1 << 20, digest,
+///     capacity_bytes: 1 << 20, page_bytes: 4096, threads: 1, queue_bytes: 1 << 20,
+///     policy: PolicyKind::Adaptive, digest,
 /// };
 /// let store = Arc::new(FileStore::at(&path, &store_config, FileCaching::Cached).unwrap());
 /// let store_below = LowerStore { store, model: "a model, rank 0".into() };

@@ -1,5 +1,6 @@
 //! The store of pages: a page that is found has the bytes that were put, whatever happens to the disk, and
-//! the pages of the prompt used least recently are evicted first, the last one before the others.
+//! the pages of the prompt used least recently are evicted first, the last one before the others. By a policy, the
+//! last one of the prompt goes that comes first there.
 
 use std::cmp::Reverse;
 use std::io;
@@ -7,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpool::base::{DType, ErrorKind};
+use kvpool::cache::PolicyKind;
 use kvpool::memory::{HostRows, Region};
 use kvpool::pool::{FileStore, FileStoreConfig, PutAfter};
 use kvpool::tensor::TensorView;
@@ -23,6 +25,9 @@ const MOST: usize = 5;
 
 type Key = [u8; 32];
 
+/// The key of no page.
+const ABSENT: Key = [255; 32];
+
 /// The number of a prompt, and the place of a page in it.
 type Rank = (usize, Reverse<usize>);
 
@@ -31,6 +36,14 @@ struct Page {
     number: usize,
     fill: u8,
     rank: Rank,
+    uses: usize,
+    used: usize,
+}
+
+impl Page {
+    fn new(number: usize, fill: u8, rank: Rank) -> Self {
+        Self { number, fill, rank, uses: 1, used: 0 }
+    }
 }
 
 struct Model {
@@ -40,6 +53,10 @@ struct Model {
     prompts: usize,
     /// The prompt that the next call may continue, and its pages so far.
     last: Option<(usize, usize)>,
+    policy: PolicyKind,
+    /// The time in pages, and those that were looked up and whose time has passed, but that were not used yet.
+    now: usize,
+    ahead: usize,
 }
 
 struct World {
@@ -69,7 +86,8 @@ fn bytes(number: usize, fill: u8) -> Vec<u8> {
 
 pub(super) fn run(source: &mut Source<'_>) {
     let region = Arc::new(Region::new(host(), MOST.max(KEYS) * PAGE_BYTES).expect("memory"));
-    let model = Model { pages: Vec::new(), slots: 1 + source.below(8), prompts: 0, last: None };
+    let (slots, policy) = (1 + source.below(8), source.of(&[PolicyKind::Lru, PolicyKind::Lfu]));
+    let model = Model { pages: Vec::new(), slots, prompts: 0, last: None, policy, now: 0, ahead: 0 };
     let mut world = World { disk: Arc::default(), store: None, region, model };
     world.open().expect("a new disk");
     while source.next_step() {
@@ -77,6 +95,7 @@ pub(super) fn run(source: &mut Source<'_>) {
         let store = world.store.as_ref().expect("an open store");
         assert_eq!(store.broken_invariant(), None);
         assert_eq!(store.len().expect("an open store"), world.model.pages.len());
+        assert!(world.model.pages.iter().all(|page| world.has(page.number)));
         assert!(world.model.pages.len() <= world.model.slots);
     }
 }
@@ -86,22 +105,64 @@ impl Model {
         self.pages.iter().position(|page| page.number == number)
     }
 
+    /// Records that a prompt of so many pages is looked up.
+    fn begin_request(&mut self, pages: usize) {
+        self.now += pages;
+        self.ahead = pages;
+    }
+
+    /// Lets the time of a page pass.
+    fn pass(&mut self) {
+        if self.ahead > 0 {
+            self.ahead -= 1;
+        } else {
+            self.now += 1;
+        }
+    }
+
+    /// Records a use of a page. Several at one time count as one.
+    fn record_use(&mut self, at: usize) {
+        if self.now > self.pages[at].used {
+            self.pass();
+            self.pages[at].used = self.now;
+            self.pages[at].uses += 1;
+        }
+    }
+
     /// Records a look-up of pages that are there or not. The first one is evicted last.
     fn touch(&mut self, numbers: &[usize]) {
         self.prompts += 1;
-        let mut found = 0;
-        for &number in numbers {
-            if let Some(at) = self.find(number) {
-                let rank = (self.prompts, Reverse(found));
-                self.pages[at].rank = self.pages[at].rank.max(rank);
-                found += 1;
-            }
+        let found: Vec<usize> = numbers.iter().filter_map(|&number| self.find(number)).collect();
+        for (page, &at) in found.iter().enumerate().rev() {
+            self.pages[at].rank = self.pages[at].rank.max((self.prompts, Reverse(page)));
+            self.record_use(at);
         }
-        self.last = (found > 0).then_some((self.prompts, found));
+        self.last = (!found.is_empty()).then_some((self.prompts, found.len()));
     }
 
-    /// Puts those that are not there. Returns them.
-    fn put(&mut self, numbers: &[usize], fill: u8, after: PutAfter) -> Vec<usize> {
+    /// Returns the pages of which one is evicted for a page with this rank.
+    fn victims(&self, rank: Rank) -> Vec<usize> {
+        let ranks = || self.pages.iter().map(|page| page.rank);
+        let is_last = |page: &Page| ranks().filter(|rank| rank.0 == page.rank.0).min() == Some(page.rank);
+        let may_go = |page: &Page| is_last(page) && page.rank < rank;
+        // Of several, those that are least by this.
+        let order = |page: &Page| match self.policy {
+            PolicyKind::Lru => (page.rank.0, 0),
+            _ => (page.uses, page.used),
+        };
+        let least = self.pages.iter().filter(|page| may_go(page)).map(order).min();
+        let is_first = |&at: &usize| may_go(&self.pages[at]) && Some(order(&self.pages[at])) == least;
+        (0..self.pages.len()).filter(is_first).collect()
+    }
+
+    /// Puts those that are not there, where `is_gone` says which of several pages was evicted. Returns them.
+    fn put(
+        &mut self,
+        numbers: &[usize],
+        fill: u8,
+        after: PutAfter,
+        is_gone: impl Fn(usize) -> bool,
+    ) -> Vec<usize> {
         let (prompt, begin) = match self.last {
             Some((prompt, begin))
                 if after == PutAfter::PreviousCall && begin + numbers.len() <= self.slots =>
@@ -118,22 +179,26 @@ impl Model {
         for (at, &number) in numbers.iter().enumerate() {
             let rank = (prompt, Reverse(begin + at));
             if let Some(known) = self.find(number) {
-                self.pages[known].rank = self.pages[known].rank.max(rank);
+                if self.pages[known].rank < rank {
+                    self.pages[known].rank = rank;
+                    self.record_use(known);
+                }
             } else if new.iter().all(|page| page.number != number) {
-                new.push(Page { number, fill, rank });
+                new.push(Page::new(number, fill, rank));
             }
         }
         let mut put = Vec::new();
-        for page in new {
+        for mut page in new {
             if self.pages.len() == self.slots {
-                let oldest = (0..self.slots).min_by_key(|&at| self.pages[at].rank).expect("a slot");
-                if self.pages[oldest].rank > page.rank {
-                    continue;
-                }
-                self.pages.swap_remove(oldest);
+                let victims = self.victims(page.rank);
+                let gone = victims.iter().find(|&&at| is_gone(self.pages[at].number));
+                let Some(&gone) = gone.or(victims.first()) else { continue };
+                self.pages.swap_remove(gone);
             }
-            self.pages.push(page);
+            self.pass();
+            page.used = self.now;
             put.push(page.number);
+            self.pages.push(page);
         }
         put
     }
@@ -146,6 +211,7 @@ impl World {
             page_bytes: PAGE_BYTES,
             threads: 1,
             queue_bytes: MOST * PAGE_BYTES,
+            policy: self.model.policy,
             digest,
         };
         let disk: Arc<dyn Disk> = Arc::<MemoryDisk>::clone(&self.disk);
@@ -155,6 +221,10 @@ impl World {
 
     fn store(&self) -> &FileStore {
         self.store.as_ref().expect("an open store")
+    }
+
+    fn has(&self, number: usize) -> bool {
+        self.store().find(&[key(number)]).expect("an open store")[0]
     }
 
     fn rows(&self, count: usize) -> HostRows {
@@ -203,13 +273,23 @@ impl World {
     fn learn(&mut self) {
         let mut before = std::mem::take(&mut self.model.pages);
         before.sort_by_key(|page| page.rank);
+        // After another request, a use of any page counts.
+        (self.model.now, self.model.ahead) = (self.store().len().expect("an open store"), 0);
+        assert_eq!(self.store().look_up(&[ABSENT]).expect("an open store"), 0);
+        self.model.begin_request(1);
         for page in before {
-            let found = self.get(&[page.number]).remove(0);
-            if let Some(bytes_found) = found {
-                assert_eq!(bytes_found, bytes(page.number, page.fill), "page {}", page.number);
+            let page = Page::new(page.number, page.fill, page.rank);
+            let (number, is_known) = (page.number, self.has(page.number));
+            if let Some(found) = self.get(&[number]).remove(0) {
+                assert_eq!(found, bytes(number, page.fill), "page {number}");
                 self.model.pages.push(page);
             }
-            self.model.touch(&[page.number]);
+            self.model.touch(&[number]);
+            if is_known && self.model.find(number).is_none() {
+                // Until its damage is seen, it counts as used.
+                self.model.pass();
+                self.model.last = Some((self.model.prompts, 1));
+            }
         }
     }
 
@@ -224,11 +304,16 @@ fn step(source: &mut Source<'_>, world: &mut World) {
     let numbers: Vec<usize> = (0..source.below(MOST + 1)).map(|_| source.below(KEYS)).collect();
     match source.below(16) {
         0..=4 => {
+            // Which pages are evicted is seen of one page alone, where the policy leaves a choice.
+            let most = if matches!(world.model.policy, PolicyKind::Lru) { MOST } else { 1 };
+            let numbers = &numbers[..numbers.len().min(most)];
             let fill = u8::try_from(source.below(200)).expect("small");
             let after = source.of(&[PutAfter::PreviousCall, PutAfter::PreviousCall, PutAfter::Nothing]);
-            let present = world.put(&numbers, fill, after);
+            let present = world.put(numbers, fill, after);
             let known: Vec<bool> = numbers.iter().map(|&number| world.model.find(number).is_some()).collect();
-            let put = world.model.put(&numbers, fill, after);
+            let World { model, store, .. } = world;
+            let store = store.as_ref().expect("an open store");
+            let put = model.put(numbers, fill, after, |number| !store.find(&[key(number)]).expect("open")[0]);
             for (at, &number) in numbers.iter().enumerate() {
                 let is_first = put.contains(&number) && !numbers[..at].contains(&number);
                 assert_eq!(present[at], known[at] || is_first);
@@ -250,6 +335,7 @@ fn step(source: &mut Source<'_>, world: &mut World) {
             let found = if is_use { store.look_up(&keys) } else { store.exists(&keys) };
             assert_eq!(found.expect("open"), leading);
             if is_use && !numbers.is_empty() {
+                world.model.begin_request(numbers.len());
                 world.model.touch(&numbers[..leading]);
             }
         }
@@ -360,7 +446,7 @@ fn fail(source: &mut Source<'_>, world: &mut World, numbers: &[usize]) {
     if what < 2 {
         for &number in numbers {
             if world.model.find(number).is_none() {
-                world.model.pages.push(Page { number, fill, rank: (world.model.prompts, Reverse(0)) });
+                world.model.pages.push(Page::new(number, fill, (world.model.prompts, Reverse(0))));
             }
         }
     }
