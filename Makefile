@@ -70,7 +70,7 @@ COMMANDS := help demo demo-cluster dev test test-engines test-vllm-engine lint f
     cpu-test process-test software-test rust-test orders fuzz-briefly engines engine-test engine-runs old-torch-test version-test \
     rust-lint test-crates-lint python-lint stub-lint kernel-lint wheel-lint verify-types \
     bench-contiguous bench-cuda bench-eviction-least bench-generate bench-late-bytes bench-lmcache bench-nixl bench-peers bench-pymllm \
-    bench-sglang bench-sglang-engine bench-sglang-eviction bench-store-eviction bench-vllm bench-vllm-engine bench-vllm-eviction chart fuzz \
+    bench-sglang bench-sglang-engine bench-sglang-eviction bench-tier-eviction bench-vllm bench-vllm-engine bench-vllm-eviction chart fuzz \
     fuzz-build histories mutants miri soak soak-threads kernels kernel-report wheels licences gpu-package gpu-results gpu-rehearsal clean
 .PHONY: $(COMMANDS)
 

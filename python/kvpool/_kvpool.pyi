@@ -5048,7 +5048,7 @@ class FileStore:
         capacity_bytes: SupportsIndex,
         *,
         page_bytes: SupportsIndex,
-        policy: str = "adaptive",
+        policy: Policy = "adaptive",
         threads: SupportsIndex = 2,
         queue_bytes: SupportsIndex = 268435456,
         direct: bool = True,
@@ -5063,7 +5063,7 @@ class FileStore:
     def capacity_bytes(self) -> int:
         """Bytes of pages that the store was given."""
     @property
-    def policy(self) -> str:
+    def policy(self) -> Policy:
         """The name of the policy."""
     @property
     def direct(self) -> bool:

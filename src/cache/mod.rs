@@ -27,6 +27,7 @@ mod journal;
 mod keys;
 mod namespace;
 mod node_arena;
+mod page_worth;
 mod policy;
 mod prefill_cost;
 mod rare_cases;
@@ -49,10 +50,11 @@ pub use keys::{Digest, KeyChain, PageHash, StoreKeys};
 pub use namespace::Namespace;
 pub(crate) use node_arena::NodeArena;
 pub use node_arena::NodeHandle;
+pub(crate) use page_worth::{PageWorth, PlaceInRun};
 pub(crate) use policy::RequestNovelty;
 pub use policy::{
-    BlockKey, BlockTokens, History, Learned, MakePolicy, NodeId, Novelty, Outlook, Policy, PolicyKind,
-    Remembered, Tick, Worth,
+    BlockKey, BlockTokens, History, MakePolicy, NodeId, Novelty, Outlook, Policy, PolicyKind, Remembered,
+    Tick, Worth,
 };
 pub use prefill_cost::PrefillCost;
 pub(crate) use rare_cases::fingerprint_mask;

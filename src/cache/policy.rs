@@ -29,8 +29,7 @@ use super::PrefillCost;
 use crate::base::bounded::saturated;
 use crate::base::{Error, Id, Result};
 
-pub use adaptive::Learned;
-pub(super) use adaptive::{WorthOrder, real};
+pub(super) use adaptive::real;
 
 /// The number of a node of the tree. The number of a removed node may be used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -102,6 +101,10 @@ impl BlockKey {
     #[must_use]
     pub const fn new(hash: u64) -> Self {
         Self(hash)
+    }
+
+    pub(super) const fn number(self) -> u64 {
+        self.0
     }
 }
 
@@ -332,25 +335,6 @@ pub trait Policy: fmt::Debug + Send {
     /// keeping them can still bring. `None` if the policy does not estimate it, or not yet.
     fn worth(&mut self, history: &History, now: Tick) -> Option<f64> {
         let _ = (history, now);
-        None
-    }
-
-    /// Records that there is a tier below with room for so many tokens. Returns whether the policy learns what that
-    /// asks for by [`Policy::learned`], as the adaptive one alone does.
-    fn set_below(&mut self, tokens: u64) -> bool {
-        let _ = tokens;
-        false
-    }
-
-    /// Records that tokens which were just published came from the tier below.
-    fn record_loaded(&mut self, tokens: u64) {
-        let _ = tokens;
-    }
-
-    /// Returns what is learned, by which a tier below evicts pages. `None` if the policy does not estimate what pages
-    /// are worth, or not yet, or if the tier finds more by recency at present.
-    fn learned(&mut self, now: Tick) -> Option<Learned> {
-        let _ = now;
         None
     }
 

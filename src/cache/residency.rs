@@ -4,8 +4,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::base::{Epoch, Id, KeyMap, id, widen};
 
-use super::policy::WorthOrder;
-use super::{History, Learned, Namespace, Novelty, PageHash, RecencyList, Remembered, Tick};
+use super::{History, Namespace, PageHash, PageWorth, PlaceInRun, PolicyKind, RecencyList, Tick};
 
 id!(
     /// An entry of a [`Residency`]. As long as it is held, it belongs to the same page.
@@ -79,8 +78,6 @@ struct Entry<P> {
     is_copied: bool,
     presence: DevicePresence,
     stage: Stage,
-    /// What the device knew of the page when it evicted it; a single use, if the device did not evict it.
-    history: History,
 }
 
 impl<P> Entry<P> {
@@ -111,7 +108,7 @@ impl<P> Entry<P> {
 /// held keeps its place, even if the entry is removed in the meantime.
 ///
 /// Of the entries that nothing holds, those that the device does not have are evicted first, the least
-/// recently used before the others or, with [`Self::order_by_worth`], those that are worth least before the
+/// recently used before the others or, with [`Self::set_policy`], those that are worth least before the
 /// others. Entries that the device has are not looked up in the tier at present, and will be needed when the
 /// device evicts them.
 ///
@@ -131,39 +128,17 @@ pub struct Residency<P> {
     entries: Vec<Entry<P>>,
     vacant: Vec<EntryId>,
     by_key: KeyMap<PageHash, EntryId>,
-    /// The entries that can be found and are not held: those that the device does not have, in the order of
-    /// eviction, and then those that it has, too.
-    lone: Lone,
+    /// The entries that can be found and are not held: those that the device does not have, in the order in which
+    /// they came, and those that it has, too, which are evicted after the others.
+    lone: RecencyList<EntryId>,
     present: RecencyList<EntryId>,
+    /// What pages are worth, if those that the device does not have are evicted by that.
+    worth: Option<Box<PageWorth<EntryId>>>,
+    /// By worth, the newest one of those of `lone` that were used at a time, which are neighbours there.
+    runs: KeyMap<Tick, EntryId>,
     ready: usize,
     departed: usize,
     epoch: Epoch,
-}
-
-/// The entries that the device does not have, in the order of eviction.
-#[derive(Debug)]
-enum Lone {
-    /// The least recently used first.
-    Recency(RecencyList<EntryId>),
-    /// Those that are worth least first.
-    Worth(Box<WorthOrder<EntryId>>),
-}
-
-impl Lone {
-    /// Returns the entries in the order in which they were added.
-    fn ids(&self) -> Vec<EntryId> {
-        match self {
-            Self::Recency(list) => list.iter_oldest().collect(),
-            Self::Worth(order) => order.pages().collect(),
-        }
-    }
-
-    fn bytes(&self) -> usize {
-        match self {
-            Self::Recency(list) => list.bytes(),
-            Self::Worth(order) => order.bytes(),
-        }
-    }
 }
 
 impl<P> Default for Residency<P> {
@@ -172,8 +147,10 @@ impl<P> Default for Residency<P> {
             entries: Vec::new(),
             vacant: Vec::new(),
             by_key: KeyMap::default(),
-            lone: Lone::Recency(RecencyList::default()),
+            lone: RecencyList::default(),
             present: RecencyList::default(),
+            worth: None,
+            runs: KeyMap::default(),
             ready: 0,
             departed: 0,
             epoch: Epoch::default(),
@@ -182,46 +159,91 @@ impl<P> Default for Residency<P> {
 }
 
 impl<P: Copy> Residency<P> {
-    /// Orders the entries that the device does not have by what they are worth, below a cache of `capacity`
-    /// tokens whose time begins. Until [`Self::set_learned`], the least recently used ones are first.
-    pub fn order_by_worth(&mut self, capacity: u64) {
-        let before = std::mem::replace(&mut self.lone, Lone::Worth(Box::new(WorthOrder::new(capacity))));
-        for entry in &mut self.entries {
-            entry.history = History::of_new(Remembered::default(), Novelty::default(), Tick::default());
+    /// Evicts entries that the device does not have by what they are worth to a policy, whose time begins, or by recency.
+    /// There is room for `count` pages.
+    pub fn set_policy(&mut self, policy: PolicyKind, count: usize, page_tokens: u32) {
+        self.runs.clear();
+        self.worth = match policy {
+            PolicyKind::Lru => None,
+            _ => Some(Box::new(PageWorth::new(policy, count, page_tokens))),
+        };
+        let Some(worth) = &mut self.worth else { return };
+        for (at, entry) in self.entries.iter().enumerate() {
+            if matches!(entry.stage, Stage::Arriving | Stage::Fetched | Stage::Ready) {
+                worth.add(
+                    EntryId::new(u32::try_from(at).expect("entries are numbered in 32 bits")),
+                    &entry.key,
+                );
+            }
         }
-        before.ids().into_iter().for_each(|entry| self.put_in_order(entry));
-    }
-
-    /// Sets the time, and what the cache above has learned by then.
-    pub fn set_learned(&mut self, learned: Option<Learned>, now: Tick) {
-        if let Lone::Worth(order) = &mut self.lone {
-            order.set_learned(learned, now);
-        }
-    }
-
-    /// Returns the time of the cache above, as far as it is known.
-    fn now(&self) -> Tick {
-        match &self.lone {
-            Lone::Recency(_) => Tick::default(),
-            Lone::Worth(order) => order.now(),
+        for entry in std::mem::take(&mut self.lone).iter_oldest() {
+            self.put_in_order(entry);
         }
     }
 
+    /// Sets the time, in tokens that were looked up in the cache above.
+    pub fn set_now(&mut self, now: Tick) {
+        if let Some(worth) = &mut self.worth {
+            worth.set_now(now);
+        }
+    }
+
+    /// Records that requests have used pages that the device has. Pages that are not there are left out.
+    pub fn record_uses<'a>(&mut self, keys: impl IntoIterator<Item = &'a PageHash>) {
+        let Self { entries, by_key, worth: Some(worth), .. } = self else { return };
+        for &entry in keys.into_iter().filter_map(|key| by_key.get(key)) {
+            // An entry that the device does not have may have a place in the order.
+            if entries[widen(entry.number())].presence == DevicePresence::Present && worth.is_due(entry) {
+                worth.record_use(entry);
+            }
+        }
+    }
+
+    /// Records that pages of another request begin from now on.
+    pub fn begin_request(&mut self, now: Tick) {
+        self.set_now(now);
+        if let Some(worth) = &mut self.worth {
+            worth.begin_request();
+        }
+    }
+
+    /// Adds an entry to the order, as the newest one, or behind those that were used together with it: these left the
+    /// device before it.
     fn put_in_order(&mut self, entry: EntryId) {
-        let here = &self.entries[widen(entry.number())];
-        match (here.presence, &mut self.lone) {
-            (DevicePresence::Present, _) => self.present.push(entry),
-            (DevicePresence::Absent, Lone::Recency(list)) => list.push(entry),
-            (DevicePresence::Absent, Lone::Worth(order)) => order.insert(entry, &here.history),
+        if self.entry(entry).presence == DevicePresence::Present {
+            self.present.push(entry);
+            return;
         }
+        let Self { lone, runs, .. } = self;
+        let Some(worth) = &mut self.worth else {
+            lone.push(entry);
+            return;
+        };
+        let newest = runs.insert(worth.used(entry), entry);
+        lone.insert_older_than(entry, newest.and_then(|newest| lone.newer(newest)));
+        worth.enter(entry, PlaceInRun::of(entry, lone, |entry, other| worth.are_used_together(entry, other)));
     }
 
     fn remove_from_order(&mut self, entry: EntryId) {
-        match (self.entry(entry).presence, &mut self.lone) {
-            (DevicePresence::Present, _) => self.present.remove(entry),
-            (DevicePresence::Absent, Lone::Recency(list)) => list.remove(entry),
-            (DevicePresence::Absent, Lone::Worth(order)) => order.remove(entry),
+        if self.entry(entry).presence == DevicePresence::Present {
+            self.present.remove(entry);
+            return;
         }
+        let Self { lone, runs, .. } = self;
+        if let Some(worth) = &mut self.worth {
+            let used = worth.used(entry);
+            if runs.get(&used) == Some(&entry) {
+                match lone.older(entry).filter(|&older| worth.are_used_together(older, entry)) {
+                    Some(older) => runs.insert(used, older),
+                    None => runs.remove(&used),
+                };
+            }
+            worth.leave(
+                entry,
+                PlaceInRun::of(entry, lone, |entry, other| worth.are_used_together(entry, other)),
+            );
+        }
+        lone.remove(entry);
     }
 
     /// Returns the number of pages that are complete.
@@ -315,8 +337,7 @@ impl<P: Copy> Residency<P> {
     fn add(&mut self, key: PageHash, namespace: NamespaceHash, place: P, stage: Stage) -> EntryId {
         let presence = DevicePresence::Absent;
         let (holders, readers, is_copied) = (1, 0, false);
-        let history = History::of_new(Remembered::default(), Novelty::default(), self.now());
-        let entry = Entry { key, place, namespace, holders, readers, is_copied, presence, stage, history };
+        let entry = Entry { key, place, namespace, holders, readers, is_copied, presence, stage };
         let id = if let Some(id) = self.vacant.pop() {
             *self.entry_mut(id) = entry;
             id
@@ -325,6 +346,9 @@ impl<P: Copy> Residency<P> {
             self.entries.push(entry);
             EntryId::new(number)
         };
+        if let Some(worth) = &mut self.worth {
+            worth.add(id, &key);
+        }
         if let Some(fetched) = self.by_key.insert(key, id) {
             let here = self.entry_mut(fetched);
             debug_assert!(here.stage == Stage::Fetched, "a page is in one place");
@@ -432,9 +456,19 @@ impl<P: Copy> Residency<P> {
         if is_ordered {
             self.remove_from_order(entry);
         }
-        let here = self.entry_mut(entry);
-        here.presence = presence;
-        here.history = history.unwrap_or(here.history);
+        let before = std::mem::replace(&mut self.entry_mut(entry).presence, presence);
+        match (&mut self.worth, history) {
+            (Some(worth), Some(history)) => {
+                worth.record_given_up(entry, &history);
+            }
+            // The device has got it anew.
+            (Some(worth), None)
+                if before != presence && presence == DevicePresence::Present && worth.is_due(entry) =>
+            {
+                worth.record_use(entry);
+            }
+            _ => (),
+        }
         if is_ordered {
             self.put_in_order(entry);
         }
@@ -485,17 +519,19 @@ impl<P: Copy> Residency<P> {
             .first_lone(&is_usable)
             .or_else(|| self.present.iter_oldest().find(|&entry| self.entry(entry).can_go(&is_usable)))?;
         let key = self.entry(first).key;
-        self.remove(first).map(|place| (key, place))
+        let place = self.remove(first);
+        if let Some(worth) = &mut self.worth {
+            worth.record_evicted(first, &key);
+        }
+        place.map(|place| (key, place))
     }
 
     /// Returns the first entry that the device does not have and that can go.
     fn first_lone(&mut self, is_usable: &impl Fn(P) -> bool) -> Option<EntryId> {
-        let Self { entries, lone, .. } = self;
-        let can_go = |entry: &EntryId| entries[widen(entry.number())].can_go(is_usable);
-        match lone {
-            Lone::Recency(list) => list.iter_oldest().find(can_go),
-            Lone::Worth(order) => order.first(|entry| can_go(&entry)),
-        }
+        let Self { entries, lone, worth, by_key, .. } = self;
+        let can_go = |entry: EntryId| entries[widen(entry.number())].can_go(is_usable);
+        let least = worth.as_mut().and_then(|worth| worth.first(by_key.len(), can_go));
+        least.or_else(|| lone.iter_oldest().find(|&entry| can_go(entry)))
     }
 
     /// Removes the pages of a namespace, or all pages, so that they can no longer be found. Returns the keys
@@ -524,6 +560,7 @@ impl<P: Copy> Residency<P> {
             + self.by_key.capacity() * (size_of::<(PageHash, EntryId)>() + 1)
             + self.present.bytes()
             + self.lone.bytes()
+            + self.worth.as_ref().map_or(0, |worth| worth.bytes())
     }
 
     fn entry(&self, entry: EntryId) -> &Entry<P> {
@@ -584,7 +621,7 @@ impl<P: Copy> Residency<P> {
         let known = [self.ready, self.arriving(), self.departed, self.vacant.len()];
         let mut ordered = 0;
         for (order, presence) in [
-            (self.lone.ids(), DevicePresence::Absent),
+            (self.lone.iter_oldest().collect::<Vec<_>>(), DevicePresence::Absent),
             (self.present.iter_oldest().collect(), DevicePresence::Present),
         ] {
             for entry in order.into_iter().map(|entry| self.entry(entry)) {

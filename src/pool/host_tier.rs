@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use crate::base::bounded::narrow;
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Device, Error, ErrorKind, ForkGate, Page, Result, StateSlot};
 use crate::cache::{
-    DevicePresence, History, Learned, LowerTierContents, Namespace, OfferedPages, OfferedPieces, PageHash,
-    Tick, WritePolicy,
+    DevicePresence, History, LowerTierContents, Namespace, OfferedPages, OfferedPieces, PageHash, PolicyKind,
+    Tick, UsedRun, WritePolicy,
 };
 use crate::kernels::{PageCopy, PagePair, StagingArea};
 use crate::memory::{Backend, CopyDirection, Fingerprint, Gpu, Stream};
@@ -434,14 +435,27 @@ impl HostTier {
         self.pages.set_evicted_above(pages);
     }
 
-    /// Orders pages by what they are worth below a cache of `capacity` tokens, whose time begins.
-    pub(super) fn order_by_worth(&self, capacity: u64) {
-        self.pages.resident().order_by_worth(capacity);
+    /// Evicts pages by what they are worth to a policy, whose time begins, or by recency.
+    pub(super) fn set_policy(&self, policy: PolicyKind) {
+        let page_tokens = narrow(self.kv.config().page_size);
+        self.pages.resident().set_policy(policy, self.pages.capacity(), page_tokens);
     }
 
-    /// Sets the time, and what the cache above has learned by then.
-    pub(super) fn set_learned(&self, learned: Option<Learned>, now: Tick) {
-        self.pages.resident().set_learned(learned, now);
+    /// Sets the time of the cache above.
+    pub(super) fn set_now(&self, now: Tick) {
+        self.pages.resident().set_now(now);
+    }
+
+    /// Records that requests have used pages on the device.
+    pub(super) fn record_uses(&self, used: &[UsedRun], now: Tick) {
+        let mut resident = self.pages.resident();
+        resident.set_now(now);
+        resident.record_uses(used.iter().flat_map(|run| &run.pages));
+    }
+
+    /// Records that pages of another request are written from now on.
+    pub(super) fn begin_request(&self, now: Tick) {
+        self.pages.resident().begin_request(now);
     }
 
     /// Starts to copy the offered pages that are not here, after the work enqueued on the streams `after`.

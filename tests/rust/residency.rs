@@ -1,8 +1,7 @@
 //! The contents of a tier, while copies to it are in progress.
 
 use kvpool::cache::{
-    BlockKey, BlockTokens, DevicePresence, EntryId, History, Learned, Namespace, Novelty, PageHash, Policy,
-    PolicyKind, Residency, Tick,
+    DevicePresence, EntryId, History, Namespace, Outlook, PageHash, PolicyKind, Residency, Tick,
 };
 
 const KEY: [u8; 32] = [1; 32];
@@ -148,79 +147,142 @@ fn a_page_that_was_evicted_during_its_copy_does_not_arrive() {
     assert_eq!(tier.broken_invariant(), None);
 }
 
-/// Blocks of 64 tokens of which one is used again and again, below which a tier has room for `tokens`. Returns what is
-/// learned from them by the end, if anything.
-fn learned(tokens: Option<u64>, loaded: u64) -> (Option<Learned>, Tick) {
-    let mut policy: Box<dyn Policy> = PolicyKind::Adaptive.policy(1024, BlockTokens::of_page_size(64), None);
-    if let Some(tokens) = tokens {
-        policy.set_below(tokens);
-    }
-    for step in 1..1000_u32 {
-        let now = Tick::new(64 * u64::from(step));
-        let used = Tick::new(now.tokens() - 64);
-        let before = History { used, uses: step, ..History::default() };
-        policy.record_use(&before, &before.used_again(Novelty::default(), now), 0..64);
-        let key = BlockKey::new(u64::from(step) << 40 | u64::from(step));
-        let remembered = policy.record_publication(key, 0..64, now);
-        policy.record_new(&History::of_new(remembered, Novelty::default(), now), 64);
-        policy.record_loaded(loaded);
-    }
-    let now = Tick::new(64_000);
-    (policy.learned(now), now)
-}
-
-/// Returns the order in which a tier evicts two pages: the first of which was used often, and left the device first.
-fn order_below(learned: Option<Learned>, now: Tick) -> [char; 2] {
+/// A tier of four pages of 64 tokens by `policy`, with pages that the device has.
+fn by_worth(policy: PolicyKind, pages: &[(PageHash, char)]) -> Residency<char> {
     let mut tier = Residency::default();
-    tier.order_by_worth(1024);
-    let histories = [600, 1].map(|uses| History { used: now, uses, ..History::default() });
-    let keys = [[1; 32], [2; 32]];
-    for (key, place) in keys.into_iter().zip(['a', 'b']) {
+    tier.set_policy(policy, 4, 64);
+    tier.begin_request(Tick::new(64));
+    for &(key, place) in pages {
         copied(&mut tier, key, place, DevicePresence::Present);
     }
-    tier.set_evicted_above(keys.iter().zip(&histories));
-    tier.set_learned(learned, now);
-    assert_eq!(tier.broken_invariant(), None);
-    [(); 2].map(|()| tier.evict(|_| true).expect("both can go").1)
+    tier
 }
+
+/// Lets the device evict pages that were used last at a time.
+fn evict_above(tier: &mut Residency<char>, keys: &[PageHash], used: u64, outlook: Outlook) {
+    let history = History { used: Tick::new(used), outlook, ..History::default() };
+    tier.set_evicted_above(keys.iter().map(|key| (key, &history)));
+    assert_eq!(tier.broken_invariant(), None);
+}
+
+fn all_evicted(tier: &mut Residency<char>) -> String {
+    std::iter::from_fn(|| tier.evict(|_| true)).map(|(_, place)| place).collect()
+}
+
+const PAGES: [(PageHash, char); 4] = [([1; 32], 'a'), ([2; 32], 'b'), ([3; 32], 'c'), ([4; 32], 'd')];
 
 #[test]
 fn what_is_worth_least_goes_first() {
-    let (known, now) = learned(Some(4096), 64);
-    assert!(known.is_some());
-    assert_eq!(order_below(known, now), ['b', 'a']);
-    assert_eq!(order_below(None, now), ['a', 'b'], "recency");
+    // What requests use on the device counts, and what comes from the tier.
+    let order = |policy| {
+        let mut tier = by_worth(policy, &PAGES[..3]);
+        tier.set_now(Tick::new(128));
+        tier.record_uses([&[1; 32], &[9; 32]]);
+        evict_above(&mut tier, &[[1; 32], [2; 32], [3; 32]], 0, Outlook::Unknown);
+        tier.set_now(Tick::new(192));
+        tier.set_device_presence([&[1; 32]], DevicePresence::Present);
+        evict_above(&mut tier, &[[1; 32]], 192, Outlook::Unknown);
+        tier.set_now(Tick::new(256));
+        // Used by a request that was not told of.
+        tier.set_device_presence([&[2; 32]], DevicePresence::Present);
+        tier.set_now(Tick::new(320));
+        evict_above(&mut tier, &[[2; 32]], 320, Outlook::Unknown);
+        all_evicted(&mut tier)
+    };
+    assert_eq!(order(PolicyKind::Lfu), "cab");
+    assert_eq!(order(PolicyKind::Lru), "cab");
+    let mut tier = by_worth(PolicyKind::Lfu, &PAGES[..2]);
+    for now in [128, 192] {
+        tier.set_now(Tick::new(now));
+        tier.record_uses([&[1; 32]]);
+    }
+    evict_above(&mut tier, &[[1; 32]], 192, Outlook::Unknown);
+    tier.set_now(Tick::new(256));
+    tier.record_uses([&[1; 32], &[2; 32]]);
+    evict_above(&mut tier, &[[2; 32]], 256, Outlook::Unknown);
+    assert_eq!(all_evicted(&mut tier), "ba", "what the device does not have is not used there");
 }
 
 #[test]
-fn a_tier_goes_by_recency_unless_more_is_found() {
-    assert!(learned(None, 64).0.is_none(), "there is no tier");
-    assert!(learned(Some(4096), 0).0.is_none(), "recency would find as much");
+fn pages_that_were_used_together_go_from_the_last_to_the_first() {
+    let mut tier = by_worth(PolicyKind::Adaptive, &PAGES[..3]);
+    tier.set_now(Tick::new(128));
+    copied(&mut tier, [4; 32], 'd', DevicePresence::Present);
+    // The device evicts the end of the prompt 'cba', another prompt, and then the rest.
+    for page in [1, 4, 2, 3] {
+        evict_above(&mut tier, &[[page; 32]], 0, Outlook::Unknown);
+    }
+    assert_eq!(all_evicted(&mut tier), "abcd");
+}
+
+#[test]
+fn what_is_not_used_again_goes_before_what_is() {
+    let mut tier = by_worth(PolicyKind::Adaptive, &PAGES);
+    evict_above(&mut tier, &[[1; 32], [2; 32]], 0, Outlook::Unknown);
+    tier.set_now(Tick::new(128));
+    tier.record_uses([&[3; 32], &[4; 32]]);
+    evict_above(&mut tier, &[[3; 32], [4; 32]], 128, Outlook::Ended);
+    assert_eq!(tier.evict(|place| place != 'c'), Some(([1; 32], 'a')), "'d' is before 'c'");
+    assert_eq!(all_evicted(&mut tier), "cdb");
+}
+
+#[test]
+fn a_page_that_comes_back_late_is_kept() {
+    // It is asked for after nine others, which never come again.
+    let found = |policy| {
+        let mut tier = by_worth(policy, &PAGES);
+        evict_above(&mut tier, &PAGES.map(|(key, _)| key), 0, Outlook::Unknown);
+        let mut found = 0;
+        for round in 2..2_000_u64 {
+            tier.begin_request(Tick::new(64 * round));
+            let mut key = [9; 32];
+            if round % 10 == 0 {
+                key = PAGES[0].0;
+            } else {
+                key[..8].copy_from_slice(&round.to_le_bytes());
+            }
+            if tier.find(&key).is_some() {
+                tier.set_device_presence([&key], DevicePresence::Present);
+                tier.set_device_presence([&key], DevicePresence::Absent);
+                found += usize::from(round > 1_000);
+            } else {
+                let (_, place) = tier.evict(|_| true).expect("nothing is held");
+                copied(&mut tier, key, place, DevicePresence::Absent);
+            }
+        }
+        assert_eq!(tier.broken_invariant(), None);
+        found
+    };
+    assert_eq!(found(PolicyKind::Lru), 0);
+    assert!(found(PolicyKind::Adaptive) > 90, "{}", found(PolicyKind::Adaptive));
+}
+
+#[test]
+fn a_policy_begins_with_what_is_there() {
+    let mut tier = Residency::default();
+    for (key, place) in PAGES {
+        copied(&mut tier, key, place, DevicePresence::Absent);
+    }
+    let [fetched, late] = [[8; 32], [9; 32]].map(|key| tier.begin_fetch(key, &Namespace::Unnamed, 'e'));
+    assert!(tier.arrive_fetched(fetched));
+    for policy in [PolicyKind::Lfu, PolicyKind::Adaptive, PolicyKind::Lru, PolicyKind::Lfu] {
+        tier.set_policy(policy, 8, 64);
+        assert_eq!(tier.broken_invariant(), None);
+    }
+    // What comes from a store may arrive below another cache.
+    assert!(tier.arrive_fetched(late));
+    assert_eq!([fetched, late].map(|entry| tier.release(entry)), [None, None]);
+    assert!(tier.bytes() > 4 * 32);
+    assert_eq!(all_evicted(&mut tier), "abcdee");
 }
 
 #[test]
 fn pages_that_are_read_keep_their_place() {
-    let mut tier = Residency::default();
-    tier.order_by_worth(1024);
+    let mut tier = by_worth(PolicyKind::Adaptive, &[]);
     let [first, ..] = [([1; 32], 'a'), ([2; 32], 'b'), ([3; 32], 'c')]
         .map(|(key, place)| copied(&mut tier, key, place, DevicePresence::Absent));
     tier.begin_read(first);
     assert_eq!(tier.evict(|_| true), Some(([2; 32], 'b')));
     assert_eq!(tier.end_read(first), None);
     assert_eq!(tier.evict(|_| true), Some(([1; 32], 'a')));
-}
-
-#[test]
-fn pages_that_are_read_keep_their_worth() {
-    let (known, now) = learned(Some(4096), 64);
-    let mut tier = Residency::default();
-    let first = copied(&mut tier, KEY, 'a', DevicePresence::Absent);
-    tier.order_by_worth(1024);
-    tier.set_learned(known, now);
-    copied(&mut tier, [2; 32], 'b', DevicePresence::Absent);
-    tier.begin_read(first);
-    assert_eq!(tier.evict(|place| place != 'b'), None);
-    assert_eq!(tier.evict(|_| true), Some(([2; 32], 'b')));
-    assert_eq!((tier.end_read(first), tier.broken_invariant()), (None, None));
-    assert_eq!(tier.evict(|_| true), Some((KEY, 'a')));
 }

@@ -16,8 +16,6 @@
 //! save, in the mean; with a cost, half of what these save may be lost besides. That does not hold where leaves that should go are
 //! locked, and where requests resume at snapshots.
 //!
-//! A tier below evicts by the same worth ([`Learned`]), as long as more is found in both than recency would find there.
-//!
 //! *Invariant.* All state follows from the calls: times are counted in tokens, and there are no random
 //! numbers.
 //!
@@ -26,7 +24,6 @@
 //! (16 remembered blocks of 8 bytes for each block), and some 50 KiB; with a cost, 200 KiB.
 
 mod ages;
-mod below;
 mod cohorts;
 mod ghosts;
 mod leeway;
@@ -40,9 +37,7 @@ use std::ops::Range;
 use super::{BlockKey, BlockTokens, History, NodeId, Novelty, Outlook, Policy, Remembered, Tick, Worth};
 use crate::cache::PrefillCost;
 use ages::Ages;
-pub use below::Learned;
-pub(in crate::cache) use below::WorthOrder;
-use cohorts::{Cohorts, Ties};
+use cohorts::Cohorts;
 use ghosts::{Ghost, Ghosts};
 use leeway::{Again, Leeway};
 use levels::Levels;
@@ -109,8 +104,6 @@ pub(super) struct Adaptive {
     lifetimes: Lifetimes,
     novelties: Novelties,
     recency: Recency,
-    /// What recency would find in the tier below, if there is one.
-    recency_below: Option<Recency>,
     cost: Option<PrefillCost>,
     /// How the last victim was chosen.
     chosen: Chosen,
@@ -125,12 +118,11 @@ impl Adaptive {
         let leeway = if cost.is_some() { Leeway::of_seconds() } else { Leeway::of_tokens() };
         let (ages, levels) = (Ages::new(capacity), Levels::new(cost));
         Self {
-            cohorts: Cohorts::new(ages.clone(), levels.len() * CLASSES, Ties::First),
+            cohorts: Cohorts::new(ages.clone(), levels.len() * CLASSES),
             ghosts: Ghosts::new(capacity, block_tokens),
             lifetimes: Lifetimes::new(capacity, ages.clone()),
             novelties: Novelties::new(),
             recency: Recency::new(capacity, leeway),
-            recency_below: None,
             ages,
             levels,
             cost,
@@ -145,13 +137,8 @@ impl Adaptive {
         if let Some(decay) = self.lifetimes.learn(self.ghosts.horizon(now), now) {
             self.novelties.learn(decay);
             self.cohorts.reconsider();
-            self.recencies().for_each(|recency| recency.decay(now));
+            self.recency.decay(now);
         }
-    }
-
-    /// Returns the estimates of what recency would find.
-    fn recencies(&mut self) -> impl Iterator<Item = &mut Recency> {
-        std::iter::once(&mut self.recency).chain(&mut self.recency_below)
     }
 
     /// Ends the lifetime of `tokens` tokens that are used again.
@@ -239,25 +226,8 @@ impl Policy for Adaptive {
         self.lifetimes.is_known().then(|| class.map_or(0.0, |class| self.lifetimes.worth()[class][age]))
     }
 
-    fn set_below(&mut self, tokens: u64) -> bool {
-        self.recency_below = Some(Recency::new(tokens, Leeway::of_tokens()));
-        true
-    }
-
     fn record_shortage(&mut self, tokens: u64, now: Tick) {
         self.recency.record_shortage(tokens, now);
-    }
-
-    fn record_loaded(&mut self, tokens: u64) {
-        if let Some(recency) = &mut self.recency_below {
-            recency.record_loaded(tokens);
-        }
-    }
-
-    fn learned(&mut self, now: Tick) -> Option<Learned> {
-        self.learn(now);
-        let is_surpassed = self.recency_below.as_ref().is_some_and(Recency::is_surpassed);
-        (self.lifetimes.is_known() && is_surpassed).then(|| Learned::new(self.lifetimes.worth()))
     }
 
     fn saved(&self, positions: Range<u32>) -> f64 {
@@ -283,9 +253,6 @@ impl Policy for Adaptive {
         self.begin_lifetime(after, tokens);
         let saved = self.saved(positions);
         self.recency.record_found(before.used, Again { tokens, saved }, now);
-        if let Some(recency) = &mut self.recency_below {
-            recency.record_found(before.used, Again::of_tokens(tokens), now);
-        }
     }
 
     fn outlook(&self, pause: u64) -> Outlook {
@@ -304,15 +271,12 @@ impl Policy for Adaptive {
     fn record_publication(&mut self, key: BlockKey, positions: Range<u32>, now: Tick) -> Remembered {
         let tokens = positions.end - positions.start;
         let Some(ghost) = self.ghosts.take(key, now) else {
-            self.recencies().for_each(|recency| recency.add(tokens, now));
+            self.recency.add(tokens, now);
             return Remembered::default();
         };
         self.end_lifetime(ghost, tokens, now);
         let saved = self.saved(positions);
         self.recency.record_missed(ghost.used, Again { tokens, saved }, now);
-        if let Some(recency) = &mut self.recency_below {
-            recency.record_missed(ghost.used, Again::of_tokens(tokens), now);
-        }
         Remembered { uses: ghost.uses }
     }
 
@@ -322,7 +286,7 @@ impl Policy for Adaptive {
 
     fn record_fragment(&mut self, tokens: u32, now: Tick) {
         // They take up room. Whether they come back is not known: no block has them.
-        self.recencies().for_each(|recency| recency.add(tokens, now));
+        self.recency.add(tokens, now);
     }
 
     fn record_evicted(&mut self, positions: Range<u32>, history: &History, now: Tick) {

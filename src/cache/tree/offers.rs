@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::base::{Page, Result, StateSlot, try_push};
 
 use super::{Hold, Namespace, NodeId, PageHash, Tokens, Tree, TreePosition};
-use crate::cache::{Digest, KeyChain, Learned, Tick};
+use crate::cache::{Digest, KeyChain, Tick};
 
 /// When pages are offered for a copy in the tier below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -341,20 +341,10 @@ impl Tree {
         }
     }
 
-    /// Tells the policy how many tokens the tier below has room for. Returns whether it learns for that tier.
-    pub fn set_below(&mut self, tokens: u64) -> bool {
-        self.queues.policy.set_below(tokens)
-    }
-
-    /// Records that pages that were just published came from the tier below.
-    pub fn record_loaded(&mut self, pages: usize) {
-        let tokens = (pages * self.page_size) as u64;
-        self.queues.policy.record_loaded(tokens);
-    }
-
-    /// Returns what the policy has learned for the tier below, and the time.
-    pub fn learned(&mut self) -> (Option<Learned>, Tick) {
-        (self.queues.policy.learned(self.now), self.now)
+    /// Returns the time.
+    #[must_use]
+    pub const fn now(&self) -> Tick {
+        self.now
     }
 
     /// Returns the size of the list in bytes.

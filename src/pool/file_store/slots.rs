@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::base::{Id, KeyMap, Result, out_of_memory_error, try_push, widen};
-use crate::cache::{PageHash, PolicyKind, RecencyList};
+use crate::cache::{PageHash, PlaceInRun, PolicyKind, RecencyList};
 use crate::transfer::to_u64;
 
 use super::layout::{FileSlot, Record};
@@ -15,9 +15,6 @@ pub(super) const MAX_SLOTS: usize = 0xffff_fff0;
 
 /// Pages that are stored before a disk that was full is tried with more than it had.
 const PROBE: usize = 64;
-
-/// The most pages that are passed over because they must stay, before the oldest that may go is evicted.
-const PASSED: usize = 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Use {
@@ -177,35 +174,23 @@ impl Slots {
         }
     }
 
-    /// Returns the next newer page, if it is of the same run: it is before this one in a prompt.
-    fn before_in_run(&self, slot: FileSlot) -> Option<FileSlot> {
-        self.order.newer(slot).filter(|&newer| is_one_run(self.tick(newer), self.tick(slot)))
+    fn place_in_run(&self, slot: FileSlot) -> PlaceInRun<FileSlot> {
+        PlaceInRun::of(slot, &self.order, |slot, other| is_one_run(self.tick(slot), self.tick(other)))
     }
 
-    /// Returns whether a page is the last of its run.
-    fn is_last_of_run(&self, slot: FileSlot) -> bool {
-        self.order.older(slot).is_none_or(|older| !is_one_run(self.tick(older), self.tick(slot)))
-    }
-
-    /// Offers a page that has got its place in the order to the policy, if it is the last of its run.
+    /// Tells the policy of a page that has got its place in the order.
     fn offer(&mut self, slot: FileSlot) {
-        let (is_last, before) = (self.is_last_of_run(slot), self.before_in_run(slot));
-        if let Some(worth) = self.worth.as_mut().filter(|_| is_last) {
-            if let Some(before) = before {
-                worth.withdraw(before);
-            }
-            worth.offer(slot);
+        let place = self.place_in_run(slot);
+        if let Some(worth) = &mut self.worth {
+            worth.enter(slot, place);
         }
     }
 
-    /// Takes a page out of the order, and back from the policy.
+    /// Takes a page out of the order.
     fn leave(&mut self, slot: FileSlot) {
-        let (is_last, before) = (self.is_last_of_run(slot), self.before_in_run(slot));
-        if let Some(worth) = self.worth.as_mut().filter(|_| is_last) {
-            worth.withdraw(slot);
-            if let Some(before) = before {
-                worth.offer(before);
-            }
+        let place = self.place_in_run(slot);
+        if let Some(worth) = &mut self.worth {
+            worth.leave(slot, place);
         }
         self.order.remove(slot);
     }
@@ -339,24 +324,11 @@ impl Slots {
     /// Returns the page that is worth least of those that are not held and have a smaller tick, if it is soon found.
     fn worth_least(&mut self, tick: u64) -> Option<FileSlot> {
         let pages = self.len();
-        let worth = self.worth.as_mut()?;
-        let mut passed = Vec::new();
-        let found = loop {
-            let Some(slot) = worth.victim(pages) else { break None };
-            let slot_use = &self.slot_uses[widen(slot.number())];
-            if slot_use.holders == 0 && slot_use.record.tick < tick {
-                break Some(slot);
-            }
-            if passed.len() == PASSED {
-                break None;
-            }
-            worth.withdraw(slot);
-            passed.push(slot);
-        };
-        for slot in passed {
-            worth.offer(slot);
-        }
-        found
+        let Self { worth, slot_uses, .. } = self;
+        worth.as_mut()?.first(pages, |slot| {
+            let slot_use = &slot_uses[widen(slot.number())];
+            slot_use.holders == 0 && slot_use.record.tick < tick
+        })
     }
 
     /// Makes the page in a taken slot one that can be found. The entry in the index has the tick of `record`,
@@ -461,8 +433,8 @@ impl Slots {
 
 #[cfg(test)]
 mod tests {
-    use crate::pool::file_store::recency::{PutAfter, Ticks};
     use super::*;
+    use crate::pool::file_store::recency::{PutAfter, Ticks};
 
     /// Slots that are full of prompts of one page, each of which was used once more than the one before.
     fn full(count: u32, ticks: &mut Ticks) -> Slots {
@@ -504,7 +476,7 @@ mod tests {
     #[test]
     fn the_oldest_goes_if_many_must_stay() {
         let mut ticks = Ticks::after(0);
-        let count = 2 * u32::try_from(PASSED).expect("few");
+        let count = 20;
         let mut slots = full(count, &mut ticks);
         // The last ones were used most often, and now the others later.
         for number in 0..count - 2 {

@@ -1,40 +1,20 @@
-//! What the pages of a store are worth, by a policy of the prefix cache.
+//! The worth of the pages of a store, and its time.
 //!
-//! A page is of use only together with those before it in its prompt. So of each run of pages with similar
-//! ticks, which were used last as parts of one prompt, the policy has the last one. [`Slots`](super::slots::Slots)
-//! knows which these are.
-//!
-//! *Invariant.* The policy has the pages that were offered and not withdrawn since.
-//!
-//! *Cost.* One call of the policy for each use, and one for each page that is stored or evicted. Memory: 24 bytes
-//! for each slot that was ever used, and what the policy needs.
+//! The time is the number of pages that were looked up, used or stored.
 
-use std::ops::Range;
-
-use crate::base::{Id, Result, try_reserve, widen};
-use crate::cache::{BlockKey, BlockTokens, History, NodeId, Novelty, PageHash, Policy, PolicyKind, Tick};
+use crate::base::Result;
+use crate::cache::{PageHash, PageWorth, PlaceInRun, PolicyKind, Tick};
 use crate::transfer::to_u64;
 
 use super::layout::FileSlot;
 
-/// The positions of the tokens of a page, for the policy. The store does not know them: all of its pages count
-/// the same.
-const PAGE: Range<u32> = 0..64;
+/// The tokens of a page for the policy. The store does not know them.
+const PAGE_TOKENS: u32 = 64;
 
-/// A use counts if as many pages as this part of the capacity were used since the last one. A request may look a
-/// page up, get it, and touch it.
-const PARTS: u64 = 64;
-
-/// The histories of the pages of a store, and a policy that learns from them.
+/// What the pages of a store are worth.
 #[derive(Debug)]
 pub(super) struct Worth {
-    policy: Box<dyn Policy>,
-    /// By slot. Those of slots without a page are stale.
-    histories: Vec<History>,
-    /// The tokens of the pages that were looked up, used or stored so far.
-    now: Tick,
-    /// The time from a use to the next that counts.
-    pause: u64,
+    pages: PageWorth<FileSlot>,
     /// The pages of the prompt that was looked up last whose time has passed and that were not used yet.
     ahead: usize,
 }
@@ -42,25 +22,13 @@ pub(super) struct Worth {
 impl Worth {
     /// Creates the worth of the pages of a store with `count` slots. Recency needs none.
     pub(super) fn new(kind: PolicyKind, count: usize) -> Option<Self> {
-        if matches!(kind, PolicyKind::Lru) {
-            return None;
-        }
-        let capacity = to_u64(count) * u64::from(PAGE.end);
-        Some(Self {
-            policy: kind.policy(capacity, BlockTokens::of_page_size(PAGE.end), None),
-            histories: Vec::new(),
-            now: Tick::default(),
-            pause: capacity / PARTS,
-            ahead: 0,
-        })
+        let is_recency = matches!(kind, PolicyKind::Lru);
+        (!is_recency).then(|| Self { pages: PageWorth::new(kind, count, PAGE_TOKENS), ahead: 0 })
     }
 
     /// Makes room for the pages of the slots below `end`.
     pub(super) fn reserve_below(&mut self, end: usize) -> Result<()> {
-        let more = end.saturating_sub(self.histories.len());
-        try_reserve(&mut self.histories, more)?;
-        self.histories.resize(end.max(self.histories.len()), History::default());
-        Ok(())
+        self.pages.reserve_below(end)
     }
 
     /// Records that a prompt of so many pages is looked up, which are used or stored after that.
@@ -72,53 +40,41 @@ impl Worth {
 
     /// Records that the pages of another request are used or stored from now on.
     pub(super) fn begin_request(&mut self) {
-        // How many of them are new is not known: of those that are not found, the policy may remember some.
-        self.policy.record_request(0);
+        self.pages.begin_request();
     }
 
-    /// Records that a page is stored, which is not offered yet.
+    /// Records that a page is stored, which has no place in the order yet.
     pub(super) fn add(&mut self, slot: FileSlot, key: &PageHash) {
         self.pass_page();
-        let remembered = self.policy.record_publication(block_key(key), PAGE, self.now);
-        let history = History::of_new(remembered, Novelty::default(), self.now);
-        self.policy.record_new(&history, PAGE.end);
-        *self.history_mut(slot) = history;
+        self.pages.add(slot, key);
     }
 
-    /// Records a use of a page that is not offered.
+    /// Records a use of a page that has no place in the order now.
     pub(super) fn record_use(&mut self, slot: FileSlot) {
-        let before = *self.history_mut(slot);
-        if self.now.since(before.used) < self.pause {
-            return;
+        if self.pages.is_due(slot) {
+            self.pass_page();
+            self.pages.record_use(slot);
         }
-        self.pass_page();
-        let after = before.used_again(Novelty::default(), self.now);
-        self.policy.record_use(&before, &after, PAGE);
-        *self.history_mut(slot) = after;
     }
 
     /// Records that a page is evicted for another one.
     pub(super) fn record_evicted(&mut self, slot: FileSlot, key: &PageHash) {
-        let history = *self.history_mut(slot);
-        self.policy.record_evicted(PAGE, &history, self.now);
-        self.policy.remember(block_key(key), &history, self.now);
+        self.pages.record_evicted(slot, key);
     }
 
-    /// Offers the last page of a run.
-    pub(super) fn offer(&mut self, slot: FileSlot) {
-        let history = *self.history_mut(slot);
-        self.policy.insert(NodeId::new(slot.number()), PAGE, &history, self.now);
+    /// Records that a page has got its place in the order.
+    pub(super) fn enter(&mut self, slot: FileSlot, place: PlaceInRun<FileSlot>) {
+        self.pages.enter(slot, place);
     }
 
-    /// Ends [`Self::offer`].
-    pub(super) fn withdraw(&mut self, slot: FileSlot) {
-        self.policy.remove(NodeId::new(slot.number()));
+    /// Records that a page loses its place in the order.
+    pub(super) fn leave(&mut self, slot: FileSlot, place: PlaceInRun<FileSlot>) {
+        self.pages.leave(slot, place);
     }
 
-    /// Returns the offered page to evict first, of the store's `pages`.
-    pub(super) fn victim(&mut self, pages: usize) -> Option<FileSlot> {
-        self.policy.record_shortage(to_u64(pages) * u64::from(PAGE.end), self.now);
-        self.policy.victim(self.now).map(|node| FileSlot::new(node.number()))
+    /// Returns the page to evict first of those that may go, if it is soon found. The store has `pages`.
+    pub(super) fn first(&mut self, pages: usize, may_go: impl Fn(FileSlot) -> bool) -> Option<FileSlot> {
+        self.pages.first(pages, may_go)
     }
 
     /// Lets the time pass in which a page is used.
@@ -131,20 +87,7 @@ impl Worth {
     }
 
     fn pass(&mut self, pages: u64) {
-        self.now = Tick::new(self.now.tokens() + pages * u64::from(PAGE.end));
+        let now = self.pages.now().tokens() + pages * u64::from(PAGE_TOKENS);
+        self.pages.set_now(Tick::new(now));
     }
-
-    fn history_mut(&mut self, slot: FileSlot) -> &mut History {
-        &mut self.histories[widen(slot.number())]
-    }
-}
-
-/// Returns the key of a page, which is a hash, or a caller's number.
-fn block_key(key: &PageHash) -> BlockKey {
-    let word = |at: usize| u64::from_le_bytes(*key[at..].first_chunk().expect("a key has 32 bytes"));
-    let mixed = [0, 8, 16, 24]
-        .map(word)
-        .into_iter()
-        .fold(0_u64, |sum, word| (sum.rotate_left(29) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    BlockKey::new(mixed ^ mixed >> 32)
 }

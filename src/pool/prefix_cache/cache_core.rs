@@ -7,7 +7,8 @@ use std::time::Instant;
 use crate::base::lock_order::{RankedGuard, RankedMutex};
 use crate::base::{Discarded, Epoch, Page, Result, StateSlot};
 use crate::cache::{
-    BlockTokens, Cause, Evicted, Hold, OfferedPages, Pressure, ResumeAt, Tree, TreeStats, WritePolicy,
+    BlockTokens, Cause, Evicted, Hold, OfferedPages, PolicyKind, Pressure, ResumeAt, Tree, TreeStats,
+    WritePolicy,
 };
 use crate::index::Owner;
 use crate::memory::Stream;
@@ -200,7 +201,12 @@ impl CacheCall<'_> {
 
     pub(super) fn evict(&self, tokens: usize, pressure: Pressure) -> usize {
         let mut cache = self.current();
-        let page_size = cache.tree.page_size();
+        let CacheState { tree, below, .. } = &mut *cache;
+        if let Some(below) = below {
+            below.record_uses(tree);
+            below.tier.set_now(tree.now());
+        }
+        let page_size = tree.page_size();
         let (wanted, mut freed) = (tokens.div_ceil(page_size), 0);
         // A page with another owner does not become free.
         while freed < wanted {
@@ -360,11 +366,10 @@ pub(super) fn new_tree(
     if let Some(below) = below {
         // With other ways of writing the tier holds a choice already, of which recency finds more.
         let is_whole = below.tier.config().write == WritePolicy::Through;
-        if is_whole && tree.set_below(below.tier.config().size as u64) {
-            below.tier.order_by_worth(capacity);
-        }
+        let is_by_worth = is_whole && matches!(config.policy, PolicyKind::Adaptive);
+        below.tier.set_policy(if is_by_worth { config.policy } else { PolicyKind::Lru });
         tree.offer(below.tier.config().write, below.digest);
-        if below.backing.is_some() {
+        if is_by_worth || below.backing.is_some() {
             tree.keep_uses();
         }
     }

@@ -214,13 +214,13 @@ impl SharedLoad {
         let found = tree.find(hold, &tokens.as_slice()).expect("they are in memory");
         let (cached, mut own) = (found.len() / tree.page_size(), tree.hold_again(hold));
         tree.publish(&mut own, found, tokens[found.len()..].to_vec(), &pages[cached..]);
-        tree.record_loaded(pages.len() - cached);
         let mut state = *state;
         if let Some(slot) = state.filter(|_| tree.snapshot(&own).is_none()) {
             tree.set_snapshot(&mut own, slot);
             state = None;
         }
         if let Some(tier) = tier {
+            tier.set_now(tree.now());
             tier.set_device_presence(keys.iter().rev(), DevicePresence::Present);
         }
         *self.copies.outcome.lock() = Outcome::Arrived;

@@ -147,8 +147,7 @@ impl TierLink {
         }
         self.record_publisher(stream);
         self.record_uses(tree);
-        let (learned, now) = tree.learned();
-        self.tier.set_learned(learned, now);
+        self.tier.begin_request(tree.now());
         let presence = |page, key: &PageHash| match tree.key_of(page) {
             Some(other) if other == *key => DevicePresence::Present,
             _ => DevicePresence::Absent,
@@ -172,29 +171,37 @@ impl TierLink {
         }
     }
 
-    /// Lets the store below know which prefixes were used on the device, so that it does not evict what every
-    /// request uses. A node is recorded again when a sixteenth of the tier was written since, or after
-    /// [`RECORD_AGAIN`].
+    /// Lets the tier and the store below know which prefixes were used on the device, so that they do not evict what
+    /// every request uses. A node is recorded again when a sixteenth of the tier was written since or, with a store,
+    /// after [`RECORD_AGAIN`].
     pub(super) fn record_uses(&mut self, tree: &mut Tree) {
-        let (Some(backing), true) = (&self.backing, tree.has_uses()) else { return };
-        let RecordedUses { written, recorded } = &mut self.uses;
-        let interval = self.tier.pages_in_sixteenth();
-        backing.record_uses(|| {
+        if !tree.has_uses() {
+            return;
+        }
+        let Self { tier, backing, uses: RecordedUses { written, recorded }, .. } = self;
+        let (interval, has_store) = (tier.pages_in_sixteenth(), backing.is_some());
+        let mut record = || {
             let now = Instant::now();
             if recorded.len() > MAX_NODES {
                 recorded.clear();
             }
             let is_due = |node: NodeHandle| {
                 let is_due = recorded.get(&node).is_none_or(|(before, at)| {
-                    *written - before >= interval || now.duration_since(*at) >= RECORD_AGAIN
+                    *written - before >= interval || has_store && now.duration_since(*at) >= RECORD_AGAIN
                 });
                 if is_due {
                     recorded.insert(node, (*written, now));
                 }
                 is_due
             };
-            tree.take_uses(MAX_USED, is_due)
-        });
+            let used = tree.take_uses(MAX_USED, is_due);
+            tier.record_uses(&used, tree.now());
+            used
+        };
+        match backing {
+            Some(backing) => backing.record_uses(record),
+            None => drop(record()),
+        }
     }
 
     /// Empties the tier, and voids the copies in flight: pages of the device may get other contents before

@@ -48,15 +48,6 @@ struct Choice {
     before: Option<Tick>,
 }
 
-/// The place of a leaf that is added, among those of its cohort that were used at the same time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ties {
-    /// Before the others.
-    First,
-    /// Behind the others.
-    Last,
-}
-
 /// The leaves.
 #[derive(Debug)]
 pub(super) struct Cohorts {
@@ -66,7 +57,6 @@ pub(super) struct Cohorts {
     /// The number of ends.
     ends: usize,
     kinds: Vec<VecDeque<Cohort>>,
-    ties: Ties,
     /// The kinds that may have cohorts, a bit for each.
     occupied: u128,
     /// Ends without a cohort.
@@ -85,7 +75,7 @@ impl Cohorts {
     }
 
     /// Creates empty cohorts of so many kinds, at most 128.
-    pub(super) fn new(ages: Ages, kinds: usize, ties: Ties) -> Self {
+    pub(super) fn new(ages: Ages, kinds: usize) -> Self {
         let ends = kinds * COHORTS;
         let end = |at| CohortLink { older: link(at), younger: link(at), used: Tick::default() };
         Self {
@@ -93,7 +83,6 @@ impl Cohorts {
             links: (0..ends).map(end).collect(),
             ends,
             kinds: vec![VecDeque::new(); kinds],
-            ties,
             occupied: 0,
             free: (0..ends).collect(),
             choice: None,
@@ -112,7 +101,7 @@ impl Cohorts {
         let CohortLink { older, younger, .. } = self.links[end];
         // A parent whose children were evicted can be older than the leaves that are there already.
         let head = self.links[widen(younger)].used;
-        let is_first = used < head || used == head && self.ties == Ties::First;
+        let is_first = used <= head;
         if widen(younger) != end && is_first {
             self.join(end, at);
             self.join(at, widen(younger));
@@ -312,7 +301,7 @@ mod tests {
 
     #[test]
     fn the_least_of_those_used_before_a_time_is_not_the_oldest() {
-        let mut cohorts = Cohorts::new(Ages::new(1024), 3, Ties::First);
+        let mut cohorts = Cohorts::new(Ages::new(1024), 3);
         let worth = |kind: usize, _age: usize| [3.0, 1.0, 0.5][kind];
         let now = Tick::new(1000);
         for (leaf, kind, used) in [(1, 0, 10), (2, 1, 200), (3, 2, 900), (4, 1, 950)] {
@@ -336,7 +325,7 @@ mod tests {
 
     #[test]
     fn a_choice_in_vain_ends_the_one_before() {
-        let mut cohorts = Cohorts::new(Ages::new(1024), 2, Ties::First);
+        let mut cohorts = Cohorts::new(Ages::new(1024), 2);
         let worth = |kind: usize, age: usize| if kind == 0 && age == 0 { 1.0 } else { [5.0, 3.0][kind] };
         for (leaf, kind) in [(1, 0), (2, 1)] {
             cohorts.insert(NodeId::new(leaf), kind, Tick::new(1000), worth(kind, 0), Tick::new(1000));

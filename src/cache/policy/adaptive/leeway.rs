@@ -41,6 +41,7 @@ pub(super) struct Again {
 
 impl Again {
     /// Tokens each of which saves 1.
+    #[cfg(test)]
     pub(super) fn of_tokens(tokens: u32) -> Self {
         Self { tokens, saved: f64::from(tokens) }
     }

@@ -20,10 +20,6 @@ use crate::cache::policy::Tick;
 /// The number of spans into which the capacity is divided.
 const SPANS: usize = 256;
 
-/// The share of what it saves that a cache and the tier below it must save more than least-recently-used eviction in the
-/// tier alone. By recency, both find about as much.
-const MORE: f64 = 0.02;
-
 /// The counts of found tokens halve each time that this many times the capacity was looked up.
 const HALF_LIFE: f64 = 256.0;
 
@@ -87,11 +83,6 @@ impl Recency {
             recent: 0.0,
             decayed: Tick::default(),
         }
-    }
-
-    /// Returns whether the cache and the tier below it save more than least-recently-used eviction in the tier alone.
-    pub(super) fn is_surpassed(&self) -> bool {
-        self.recent <= (1.0 - MORE) * self.own
     }
 
     /// Returns what may still be evicted early, by what it saves. At or below 0, only what was used
@@ -188,12 +179,6 @@ impl Recency {
     pub(super) fn record_found(&mut self, used: Tick, found: Again, now: Tick) {
         self.own += found.saved;
         self.record_again(used, found, now, |span, _| span.early.saturating_sub(span.tokens));
-    }
-
-    /// Records that tokens were found in the tier below which have counted as not found.
-    pub(super) fn record_loaded(&mut self, tokens: u64) {
-        self.own += real(tokens);
-        self.allowed = None;
     }
 
     /// Records that tokens were not found whose last use was at `used`.
