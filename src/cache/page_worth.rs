@@ -51,9 +51,9 @@ pub(crate) struct PageWorth<I> {
     /// Those of numbers without a page are stale.
     histories: Vec<History>,
     page_tokens: u32,
-    /// A block, of which the last page is remembered when it is evicted.
+    /// The tokens of a block, of which one page is remembered when it is evicted.
     block_tokens: u32,
-    /// What is remembered of the page of the last block that was added. It counts for the pages behind it.
+    /// What is remembered of the last such page that the present request has added. It counts for those behind it, too.
     remembered: Remembered,
     /// The last pages of runs that are not used again, in the order in which they became the last.
     ended: RecencyList<I>,
@@ -107,7 +107,8 @@ impl<I: Id> PageWorth<I> {
         self.remembered = Remembered::default();
     }
 
-    /// Records that a page is added, which has no place in an order yet. Room for its number needs no memory.
+    /// Records that a page is added, which has no place in an order yet. That takes no memory for a number for which
+    /// there [is room](Self::reserve_below).
     pub(crate) fn add(&mut self, page: I, key: &PageHash) {
         let (key, tokens) = (block_key(key), self.page_tokens);
         if self.is_remembered(key) {
@@ -238,8 +239,8 @@ impl<I: Id> PageWorth<I> {
         self.histories.capacity() * size_of::<History>() + self.ended.bytes() + self.policy.bytes()
     }
 
-    /// Returns whether a page is the one of its block that is remembered. A tree remembers the last one; here the
-    /// positions are not known, and the key says as well as any which one of several pages it is.
+    /// Returns whether a page is one that is remembered, as one of each block is on average. The positions are not known
+    /// here, so the key decides.
     fn is_remembered(&self, key: BlockKey) -> bool {
         key.number().is_multiple_of(u64::from(self.block_tokens / self.page_tokens))
     }

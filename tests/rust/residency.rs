@@ -227,34 +227,51 @@ fn what_is_not_used_again_goes_before_what_is() {
 }
 
 #[test]
-fn a_page_that_comes_back_late_is_kept() {
-    // It is asked for after nine others, which never come again.
-    let found = |policy| {
-        let mut tier = by_worth(policy, &PAGES);
-        evict_above(&mut tier, &PAGES.map(|(key, _)| key), 0, Outlook::Unknown);
+fn a_prompt_that_comes_back_late_is_kept() {
+    // Prompts of 64 tokens, of which one is asked for after nine others that never come again.
+    let found = |policy, page_tokens: u32| {
+        let pages = u8::try_from(64 / page_tokens).expect("few");
+        let mut tier = Residency::default();
+        tier.set_policy(policy, 4 * usize::from(pages), page_tokens);
         let mut found = 0;
-        for round in 2..2_000_u64 {
+        for round in 1..2_000_u64 {
             tier.begin_request(Tick::new(64 * round));
-            let mut key = [9; 32];
-            if round % 10 == 0 {
-                key = PAGES[0].0;
-            } else {
-                key[..8].copy_from_slice(&round.to_le_bytes());
-            }
-            if tier.find(&key).is_some() {
-                tier.set_device_presence([&key], DevicePresence::Present);
-                tier.set_device_presence([&key], DevicePresence::Absent);
-                found += usize::from(round > 1_000);
-            } else {
-                let (_, place) = tier.evict(|_| true).expect("nothing is held");
-                copied(&mut tier, key, place, DevicePresence::Absent);
+            let prompt = if round % 10 == 0 { 0 } else { round };
+            let key = |page| -> PageHash {
+                let mut key = [page; 32];
+                key[..8].copy_from_slice(&prompt.to_le_bytes());
+                key
+            };
+            let entries: Vec<_> = (0..pages)
+                .map(|page| {
+                    if let Some(entry) = tier.find(&key(page)) {
+                        tier.set_device_presence([&key(page)], DevicePresence::Present);
+                        tier.hold(entry);
+                        found += usize::from(round > 1_000);
+                        return entry;
+                    }
+                    let place = if tier.in_use() < 4 * usize::from(pages) {
+                        'a'
+                    } else {
+                        tier.evict(|_| true).expect("others are not held").1
+                    };
+                    tier.begin(key(page), &Namespace::Unnamed, place, DevicePresence::Present)
+                })
+                .collect();
+            // The device evicts the end of the prompt first.
+            for (page, entry) in entries.into_iter().enumerate().rev() {
+                tier.release(entry);
+                let page = u8::try_from(page).expect("few");
+                evict_above(&mut tier, &[key(page)], 0, Outlook::Unknown);
             }
         }
-        assert_eq!(tier.broken_invariant(), None);
-        found
+        found / usize::from(pages)
     };
-    assert_eq!(found(PolicyKind::Lru), 0);
-    assert!(found(PolicyKind::Adaptive) > 90, "{}", found(PolicyKind::Adaptive));
+    for page_tokens in [64, 16] {
+        assert_eq!(found(PolicyKind::Lru, page_tokens), 0);
+        let kept = found(PolicyKind::Adaptive, page_tokens);
+        assert!(kept > 90, "{kept} of 100, with pages of {page_tokens} tokens");
+    }
 }
 
 #[test]
