@@ -172,14 +172,17 @@ impl TierLink {
     }
 
     /// Lets the tier and the store below know which prefixes were used on the device, so that they do not evict what
-    /// every request uses. A node is recorded again when a sixteenth of the tier was written since or, with a store,
-    /// after [`RECORD_AGAIN`].
+    /// every request uses. A node is recorded again when a 128th of the tier was written since; with a store when it was a
+    /// sixteenth, or after [`RECORD_AGAIN`].
     pub(super) fn record_uses(&mut self, tree: &mut Tree) {
         if !tree.has_uses() {
             return;
         }
         let Self { tier, backing, uses: RecordedUses { written, recorded }, .. } = self;
-        let (interval, has_store) = (tier.pages_in_sixteenth(), backing.is_some());
+        let has_store = backing.is_some();
+        // A store is asked by a thread, which is busy for longer.
+        let interval =
+            if has_store { tier.pages_in_sixteenth() } else { tier.pages_in_sixteenth().div_ceil(8) };
         let mut record = || {
             let now = Instant::now();
             if recorded.len() > MAX_NODES {
