@@ -6,7 +6,6 @@
 //! each time that an eighth of the capacity was looked up.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use super::CLASSES;
 use super::ages::{AGES, Ages};
@@ -59,7 +58,7 @@ pub(super) struct Lifetimes {
     learned: Tick,
     /// The time between two rounds of learning.
     pause: u64,
-    worth: Arc<WorthByAge>,
+    worth: WorthByAge,
     is_known: bool,
 }
 
@@ -76,7 +75,7 @@ impl Lifetimes {
             last: Tick::default(),
             learned: Tick::default(),
             pause: (capacity / 8).max(1),
-            worth: Arc::new([[0.0; AGES]; CLASSES]),
+            worth: [[0.0; AGES]; CLASSES],
             is_known: false,
         }
     }
@@ -117,7 +116,7 @@ impl Lifetimes {
     }
 
     /// Returns the worth of blocks, by class and age.
-    pub(super) const fn worth(&self) -> &Arc<WorthByAge> {
+    pub(super) const fn worth(&self) -> &WorthByAge {
         &self.worth
     }
 
@@ -155,9 +154,7 @@ impl Lifetimes {
             all.add(age, ended, reached[age].iter().sum(), 0.0, 0.0);
         }
         let of_all = all.worth(&self.ages, steps);
-        // A tier below may still use the last one.
-        let worth = Arc::make_mut(&mut self.worth);
-        for (class, (ended, worth)) in self.ended.iter().zip(worth.iter_mut()).enumerate() {
+        for (class, (ended, worth)) in self.ended.iter().zip(&mut self.worth).enumerate() {
             if self.begun[class] == 0.0 {
                 *worth = of_all;
                 continue;
