@@ -9,7 +9,10 @@
 //! *Cost.* One call of the policy for each use, and some for each page that is added or evicted. Memory: 24 bytes for
 //! each number of a page, and what the policy needs.
 
+use std::hash::BuildHasher;
 use std::ops::Range;
+
+use foldhash::quality::FixedState;
 
 use crate::base::{Id, Result, try_reserve, widen};
 
@@ -121,14 +124,17 @@ impl<I: Id> PageWorth<I> {
         self.histories[at] = history;
     }
 
-    /// Returns whether a use of a page would count: as much was looked up since the last one as a part of the capacity. A
+    /// Returns whether a use of a page counts: as much was looked up since the last one as a part of the capacity. A
     /// request may look a page up, get it, and touch it.
     pub(crate) fn is_due(&self, page: I) -> bool {
         self.now.since(self.used(page)) >= self.pause
     }
 
-    /// Records a use of a page that has no place in an order now and whose use [counts](Self::is_due).
+    /// Records a use of a page that has no place in an order now, if it [counts](Self::is_due).
     pub(crate) fn record_use(&mut self, page: I) {
+        if !self.is_due(page) {
+            return;
+        }
         let before = *self.history_mut(page);
         let after = before.used_again(Novelty::default(), self.now);
         self.policy.record_use(&before, &after, self.positions());
@@ -255,12 +261,7 @@ impl<I: Id> PageWorth<I> {
     }
 }
 
-/// Returns the key of a page, which is a hash, or a caller's number.
+/// Returns the key of a page, the same in each process. What a caller has chosen need not be mixed.
 fn block_key(key: &PageHash) -> BlockKey {
-    let word = |at: usize| u64::from_le_bytes(*key[at..].first_chunk().expect("a key has 32 bytes"));
-    let mixed = [0, 8, 16, 24]
-        .map(word)
-        .into_iter()
-        .fold(0_u64, |sum, word| (sum.rotate_left(29) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    BlockKey::new(mixed ^ mixed >> 32)
+    BlockKey::new(FixedState::default().hash_one(key))
 }

@@ -168,12 +168,9 @@ impl<P: Copy> Residency<P> {
             _ => Some(Box::new(PageWorth::new(policy, count, page_tokens))),
         };
         let Some(worth) = &mut self.worth else { return };
-        for (at, entry) in self.entries.iter().enumerate() {
+        for (number, entry) in (0..).zip(&self.entries) {
             if matches!(entry.stage, Stage::Arriving | Stage::Fetched | Stage::Ready) {
-                worth.add(
-                    EntryId::new(u32::try_from(at).expect("entries are numbered in 32 bits")),
-                    &entry.key,
-                );
+                worth.add(EntryId::new(number), &entry.key);
             }
         }
         for entry in std::mem::take(&mut self.lone).iter_oldest() {
@@ -193,7 +190,7 @@ impl<P: Copy> Residency<P> {
         let Self { entries, by_key, worth: Some(worth), .. } = self else { return };
         for &entry in keys.into_iter().filter_map(|key| by_key.get(key)) {
             // An entry that the device does not have may have a place in the order.
-            if entries[widen(entry.number())].presence == DevicePresence::Present && worth.is_due(entry) {
+            if entries[widen(entry.number())].presence == DevicePresence::Present {
                 worth.record_use(entry);
             }
         }
@@ -457,17 +454,13 @@ impl<P: Copy> Residency<P> {
             self.remove_from_order(entry);
         }
         let before = std::mem::replace(&mut self.entry_mut(entry).presence, presence);
-        match (&mut self.worth, history) {
-            (Some(worth), Some(history)) => {
-                worth.record_given_up(entry, &history);
+        if let Some(worth) = &mut self.worth {
+            match (history, before, presence) {
+                (Some(history), ..) => worth.record_given_up(entry, &history),
+                // The device has got it anew.
+                (None, DevicePresence::Absent, DevicePresence::Present) => worth.record_use(entry),
+                _ => (),
             }
-            // The device has got it anew.
-            (Some(worth), None)
-                if before != presence && presence == DevicePresence::Present && worth.is_due(entry) =>
-            {
-                worth.record_use(entry);
-            }
-            _ => (),
         }
         if is_ordered {
             self.put_in_order(entry);
@@ -561,6 +554,7 @@ impl<P: Copy> Residency<P> {
             + self.present.bytes()
             + self.lone.bytes()
             + self.worth.as_ref().map_or(0, |worth| worth.bytes())
+            + self.runs.capacity() * (size_of::<(Tick, EntryId)>() + 1)
     }
 
     fn entry(&self, entry: EntryId) -> &Entry<P> {
