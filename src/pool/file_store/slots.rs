@@ -8,7 +8,7 @@ use crate::transfer::to_u64;
 
 use super::layout::{FileSlot, Record};
 use super::recency::{Recency, is_one_run};
-use super::worth::Worth;
+use super::worth::StoreWorth;
 
 /// The most slots of a store.
 pub(super) const MAX_SLOTS: usize = 0xffff_fff0;
@@ -74,7 +74,7 @@ pub(super) struct Slots {
     uses: u64,
     evicted: usize,
     /// What pages are worth; `None` if the least recently used one is evicted.
-    worth: Option<Box<Worth>>,
+    worth: Option<Box<StoreWorth>>,
 }
 
 impl Slots {
@@ -92,7 +92,7 @@ impl Slots {
             entered: None,
             uses: 0,
             evicted: 0,
-            worth: Worth::new(policy, count).map(Box::new),
+            worth: StoreWorth::new(policy, count).map(Box::new),
         }
     }
 
@@ -150,7 +150,7 @@ impl Slots {
     /// Records that the pages of another request are used or put from now on.
     pub(super) fn begin_request(&mut self) {
         if let Some(worth) = &mut self.worth {
-            worth.begin_request();
+            worth.pages.begin_request();
         }
     }
 
@@ -174,25 +174,19 @@ impl Slots {
         }
     }
 
-    fn place_in_run(&self, slot: FileSlot) -> PlaceInRun<FileSlot> {
-        PlaceInRun::of(slot, &self.order, |slot, other| is_one_run(self.tick(slot), self.tick(other)))
-    }
-
     /// Tells the policy of a page that has got its place in the order.
     fn offer(&mut self, slot: FileSlot) {
-        let place = self.place_in_run(slot);
-        if let Some(worth) = &mut self.worth {
-            worth.enter(slot, place);
-        }
+        let Self { worth: Some(worth), order, slot_uses, .. } = self else { return };
+        worth.pages.enter(slot, place_in_run(slot, order, slot_uses));
     }
 
     /// Takes a page out of the order.
     fn leave(&mut self, slot: FileSlot) {
-        let place = self.place_in_run(slot);
-        if let Some(worth) = &mut self.worth {
-            worth.leave(slot, place);
+        let Self { worth, order, slot_uses, .. } = self;
+        if let Some(worth) = worth {
+            worth.pages.leave(slot, place_in_run(slot, order, slot_uses));
         }
-        self.order.remove(slot);
+        order.remove(slot);
     }
 
     /// Records a use of a page, unless it was used later. `near` is a page with a similar tick.
@@ -301,7 +295,7 @@ impl Slots {
     }
 
     fn reserve_worth_below(&mut self, end: usize) -> Result<()> {
-        self.worth.iter_mut().try_for_each(|worth| worth.reserve_below(end))
+        self.worth.iter_mut().try_for_each(|worth| worth.pages.reserve_below(end))
     }
 
     /// Evicts the page that is worth least, or was used least recently, of those that are not held and have a smaller
@@ -315,7 +309,7 @@ impl Slots {
         self.by_key.remove(&key);
         self.leave(slot);
         if let Some(worth) = &mut self.worth {
-            worth.record_evicted(slot, &key);
+            worth.pages.record_evicted(slot, &key);
         }
         self.evicted += 1;
         Some(slot)
@@ -325,7 +319,7 @@ impl Slots {
     fn worth_least(&mut self, tick: u64) -> Option<FileSlot> {
         let pages = self.len();
         let Self { worth, slot_uses, .. } = self;
-        worth.as_mut()?.first(pages, |slot| {
+        worth.as_mut()?.pages.first(pages, |slot| {
             let slot_use = &slot_uses[widen(slot.number())];
             slot_use.holders == 0 && slot_use.record.tick < tick
         })
@@ -429,6 +423,16 @@ impl Slots {
         }
         None
     }
+}
+
+/// Returns the place of a page among those of similar ticks.
+fn place_in_run(
+    slot: FileSlot,
+    order: &RecencyList<FileSlot>,
+    slot_uses: &[SlotUse],
+) -> PlaceInRun<FileSlot> {
+    let tick = |slot: FileSlot| slot_uses[widen(slot.number())].record.tick;
+    PlaceInRun::of(slot, order, |slot, other| is_one_run(tick(slot), tick(other)))
 }
 
 #[cfg(test)]

@@ -2,8 +2,7 @@
 //!
 //! The time is the number of pages that were looked up, used or stored.
 
-use crate::base::Result;
-use crate::cache::{PageHash, PageWorth, PlaceInRun, PolicyKind, Tick};
+use crate::cache::{PageHash, PageWorth, PolicyKind, Tick};
 use crate::transfer::to_u64;
 
 use super::layout::FileSlot;
@@ -13,33 +12,23 @@ const PAGE_TOKENS: u32 = 64;
 
 /// What the pages of a store are worth.
 #[derive(Debug)]
-pub(super) struct Worth {
-    pages: PageWorth<FileSlot>,
+pub(super) struct StoreWorth {
+    pub(super) pages: PageWorth<FileSlot>,
     /// The pages of the prompt that was looked up last whose time has passed and that were not used yet.
     ahead: usize,
 }
 
-impl Worth {
+impl StoreWorth {
     /// Creates the worth of the pages of a store with `count` slots. Recency needs none.
     pub(super) fn new(kind: PolicyKind, count: usize) -> Option<Self> {
         let is_recency = matches!(kind, PolicyKind::Lru);
         (!is_recency).then(|| Self { pages: PageWorth::new(kind, count, PAGE_TOKENS), ahead: 0 })
     }
 
-    /// Makes room for the pages of the slots below `end`.
-    pub(super) fn reserve_below(&mut self, end: usize) -> Result<()> {
-        self.pages.reserve_below(end)
-    }
-
     /// Records that a prompt of so many pages is looked up, which are used or stored after that.
     pub(super) fn look_up(&mut self, pages: usize) {
         self.pass(to_u64(pages));
         self.ahead = pages;
-        self.begin_request();
-    }
-
-    /// Records that the pages of another request are used or stored from now on.
-    pub(super) fn begin_request(&mut self) {
         self.pages.begin_request();
     }
 
@@ -55,26 +44,6 @@ impl Worth {
             self.pass_page();
             self.pages.record_use(slot);
         }
-    }
-
-    /// Records that a page is evicted for another one.
-    pub(super) fn record_evicted(&mut self, slot: FileSlot, key: &PageHash) {
-        self.pages.record_evicted(slot, key);
-    }
-
-    /// Records that a page has got its place in the order.
-    pub(super) fn enter(&mut self, slot: FileSlot, place: PlaceInRun<FileSlot>) {
-        self.pages.enter(slot, place);
-    }
-
-    /// Records that a page loses its place in the order.
-    pub(super) fn leave(&mut self, slot: FileSlot, place: PlaceInRun<FileSlot>) {
-        self.pages.leave(slot, place);
-    }
-
-    /// Returns the page to evict first of those that may go, if it is soon found. The store has `pages`.
-    pub(super) fn first(&mut self, pages: usize, may_go: impl Fn(FileSlot) -> bool) -> Option<FileSlot> {
-        self.pages.first(pages, may_go)
     }
 
     /// Lets the time pass in which a page is used.
