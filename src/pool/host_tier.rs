@@ -291,9 +291,9 @@ impl HostTier {
         self.pages.piece_bytes()
     }
 
-    /// Returns a sixteenth of the number of pages that it has room for, at least 1.
-    pub(super) fn pages_in_sixteenth(&self) -> usize {
-        (self.pages.capacity() / 16).max(1)
+    /// Returns the number of pages that it has room for.
+    pub(super) fn capacity(&self) -> usize {
+        self.pages.capacity()
     }
 
     /// Returns the number of bytes of the memory.
@@ -421,29 +421,25 @@ impl HostTier {
         Contents { pages: self.pages.resident(), states: self.states.as_ref().map(Storage::resident) }
     }
 
-    /// Records whether the device has pages. The last of them is evicted last from the tier.
-    pub(super) fn set_device_presence<'a>(
-        &self,
-        keys: impl Iterator<Item = &'a PageHash>,
-        presence: DevicePresence,
-    ) {
-        self.pages.set_device_presence(keys, presence);
+    /// Records that the device has pages. The last of them is evicted last from the tier. `now` is the time of the cache
+    /// above.
+    pub(super) fn set_loaded<'a>(&self, keys: impl Iterator<Item = &'a PageHash>, now: Tick) {
+        self.pages.set_loaded(keys, now);
     }
 
     /// Records that the device has evicted pages, with their histories.
-    pub(super) fn set_evicted_above<'a>(&self, pages: impl Iterator<Item = (&'a PageHash, &'a History)>) {
-        self.pages.set_evicted_above(pages);
+    pub(super) fn set_evicted_above<'a>(
+        &self,
+        pages: impl Iterator<Item = (&'a PageHash, &'a History)>,
+        now: Tick,
+    ) {
+        self.pages.set_evicted_above(pages, now);
     }
 
     /// Evicts pages by what they are worth to a policy, whose time begins, or by recency.
     pub(super) fn set_policy(&self, policy: PolicyKind) {
         let page_tokens = narrow(self.kv.config().page_size);
-        self.pages.resident().set_policy(policy, self.pages.capacity(), page_tokens);
-    }
-
-    /// Sets the time of the cache above.
-    pub(super) fn set_now(&self, now: Tick) {
-        self.pages.resident().set_now(now);
+        self.pages.resident().set_policy(policy, self.capacity(), page_tokens);
     }
 
     /// Records that requests have used pages on the device.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::base::lock_order::{LockRank, RankedGuard, RankedMutex};
 use crate::base::{ChunkId, DType, Device, Epoch, ForkGate, Id, Result, try_zeros, widen};
-use crate::cache::{DevicePresence, EntryId, History, Namespace, NamespaceHash, PageHash, Residency};
+use crate::cache::{DevicePresence, EntryId, History, Namespace, NamespaceHash, PageHash, Residency, Tick};
 use crate::index::IndexHandle;
 use crate::kernels::{HostAccess, LayerRows, PagePair, Pieces, StagingArea};
 use crate::memory::{Backend, Fingerprint, PageLocking, Region};
@@ -283,17 +283,22 @@ impl Storage {
         in_place.unwrap_or(&self.copied).clone()
     }
 
-    pub(super) fn set_device_presence<'a>(
-        &self,
-        keys: impl Iterator<Item = &'a PageHash>,
-        presence: DevicePresence,
-    ) {
-        self.resident().set_device_presence(keys, presence);
+    /// Records that the device has pages.
+    pub(super) fn set_loaded<'a>(&self, keys: impl Iterator<Item = &'a PageHash>, now: Tick) {
+        let mut resident = self.resident();
+        resident.set_now(now);
+        resident.set_device_presence(keys, DevicePresence::Present);
     }
 
     /// Records that the device has evicted pages, with their histories.
-    pub(super) fn set_evicted_above<'a>(&self, pages: impl Iterator<Item = (&'a PageHash, &'a History)>) {
-        self.resident().set_evicted_above(pages);
+    pub(super) fn set_evicted_above<'a>(
+        &self,
+        pages: impl Iterator<Item = (&'a PageHash, &'a History)>,
+        now: Tick,
+    ) {
+        let mut resident = self.resident();
+        resident.set_now(now);
+        resident.set_evicted_above(pages);
     }
 
     pub(super) fn set_none_on_device(&self) {

@@ -201,12 +201,7 @@ impl CacheCall<'_> {
 
     pub(super) fn evict(&self, tokens: usize, pressure: Pressure) -> usize {
         let mut cache = self.current();
-        let CacheState { tree, below, .. } = &mut *cache;
-        if let Some(below) = below {
-            below.record_uses(tree);
-            below.tier.set_now(tree.now());
-        }
-        let page_size = tree.page_size();
+        let page_size = cache.tree.page_size();
         let (wanted, mut freed) = (tokens.div_ceil(page_size), 0);
         // A page with another owner does not become free.
         while freed < wanted {
@@ -216,7 +211,8 @@ impl CacheCall<'_> {
             }
             self.copy_offers_to_tier(&mut cache);
             if let Some(below) = &cache.below {
-                below.tier.set_evicted_above(evicted.keys.iter().zip(&evicted.histories));
+                let pages = evicted.keys.iter().zip(&evicted.histories);
+                below.tier.set_evicted_above(pages, cache.tree.now());
             }
             cache.counts.evicted += evicted.pages.len() * page_size;
             freed += self.give_back(&cache, evicted);

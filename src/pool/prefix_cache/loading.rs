@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::base::lock_order::{LockRank, RankedMutex};
 use crate::base::{Epoch, Page, Result, StateSlot};
-use crate::cache::{DevicePresence, Hold, PageHash, Tree};
+use crate::cache::{Hold, PageHash, Tree};
 use crate::memory::Stream;
 use crate::pool::HostTier;
 use crate::pool::host_tier::HeldPieces;
@@ -220,8 +220,7 @@ impl SharedLoad {
             state = None;
         }
         if let Some(tier) = tier {
-            tier.set_now(tree.now());
-            tier.set_device_presence(keys.iter().rev(), DevicePresence::Present);
+            tier.set_loaded(keys.iter().rev(), tree.now());
         }
         *self.copies.outcome.lock() = Outcome::Arrived;
         *arrived = Some(ArrivedLoad { hold: own, spare: pages[..cached].to_vec(), state });

@@ -181,8 +181,7 @@ impl TierLink {
         let Self { tier, backing, uses: RecordedUses { written, recorded }, .. } = self;
         let has_store = backing.is_some();
         // A store is asked by a thread, which is busy for longer.
-        let interval =
-            if has_store { tier.pages_in_sixteenth() } else { tier.pages_in_sixteenth().div_ceil(8) };
+        let interval = tier.capacity().div_ceil(if has_store { 16 } else { 128 });
         let mut record = || {
             let now = Instant::now();
             if recorded.len() > MAX_NODES {
