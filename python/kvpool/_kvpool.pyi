@@ -5037,8 +5037,9 @@ class FileStore:
         direct: Whether to bypass the system's cache, if the file system supports that.
 
     Raises:
-        ConfigError: If a size does not fit, `policy` is unknown, the directory is in use by a process, also this one, has a store with
-            other pages or of another version, or cannot be used. The message has the path and the cause.
+        ConfigError: If a size does not fit, `policy` is unknown, or the directory is in use by a process, also this
+            one, has a store with other pages or of another version, or cannot be used. The message then has the path
+            and the cause.
         OutOfMemoryError: If the index does not fit in memory.
     """
 
