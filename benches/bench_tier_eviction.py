@@ -1,11 +1,11 @@
 """What the tiers below a device find of the prompts of a trace, by recency and by the policy that learns.
 
-`make bench-tier-eviction` runs it with Mooncake's conversation trace. Each block of a prompt is a page: what
-pages hold makes no difference. "host memory" has a `PrefixCache` with a device and a `HostTier` of these
-sizes, both by `lru` and both by `adaptive`. "store" has a `FileStore`: alone, where a request looks its
-prompt up, gets the pages that are found, and puts the others, as a connector of an engine does; and below a
-`PrefixCache` by `adaptive`, with an eighth of the store's tokens on the device and a quarter in a `HostTier`.
-Sizes are in millions of tokens.
+`make bench-tier-eviction` runs it with Mooncake's traces, if they are there, and with agents. Each block of a
+prompt is a page: what pages hold makes no difference. "host memory" has a `PrefixCache` with a device and a
+`HostTier` of these sizes, both by `lru` and both by `adaptive`. "store" has a `FileStore`: alone, where a
+request looks its prompt up, gets the pages that are found, and puts the others, as a connector of an engine
+does; and below a `PrefixCache` by `adaptive`, with an eighth of the store's tokens on the device and a
+quarter in a `HostTier`. Sizes are in millions of tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAGE_BYTES = 4096
 PAGE_SIZE = 64
 """Tokens of a page in the place of the 512 of a block."""
 POLICIES: tuple[Policy, ...] = ("lru", "adaptive")
-HOST_TIERS = ((0.26, 1.05), (0.52, 2.1), (0.26, 4.2), (1.05, 4.2), (0.52, 8.4))
+HOST_TIERS = ((0.26, 0.52), (0.26, 1.05), (0.52, 2.1), (0.26, 4.2), (1.05, 4.2), (0.52, 8.4))
 """The device and host memory."""
 
 
