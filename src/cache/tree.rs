@@ -3,6 +3,7 @@
 mod cause;
 mod counts;
 mod edges;
+mod ends;
 mod evict;
 mod explain;
 mod hold;
@@ -14,6 +15,7 @@ mod publish;
 mod roots;
 mod sessions;
 mod short_vec;
+mod snapshot_order;
 mod snapshots;
 mod uses;
 mod waiting;
@@ -34,13 +36,14 @@ use super::{
 };
 use counts::Counts;
 pub(crate) use edges::Edges;
+use ends::LeastEnds;
 use evict::Queues;
 use explain::EvictionLog;
 use keyed_pages::KeyedPages;
 use offers::Offers;
 use roots::{Roots, retain_listed};
 use short_vec::ShortVec;
-pub(super) use snapshots::FreedMemory;
+pub(super) use snapshot_order::FreedMemory;
 use snapshots::Snapshots;
 use uses::Uses;
 
@@ -218,6 +221,7 @@ pub struct Tree {
     /// Whether a request can use a prefix only if there is a snapshot of the state at its end.
     is_stateful: bool,
     snapshots: Snapshots,
+    least_ends: LeastEnds,
     /// Records of evictions are kept for every prefix whose length is a multiple of this number of tokens.
     remembered_every: usize,
     evictions: EvictionLog,
@@ -263,6 +267,7 @@ impl Tree {
             counts: Counts::default(),
             is_stateful: resume_at == ResumeAt::Snapshot,
             snapshots: Snapshots::default(),
+            least_ends: LeastEnds::default(),
             remembered_every: widen(BlockTokens::of_page_size(page_tokens).get()),
             evictions: EvictionLog::default(),
             evicted_ages: [0; AGE_BUCKETS],
@@ -308,6 +313,7 @@ impl Tree {
                 + self.edges.bytes()
                 + self.roots.bytes()
                 + self.snapshots.bytes()
+                + self.least_ends.bytes()
                 + self.queues.bytes()
                 + self.evictions.bytes()
                 + self.keyed.bytes()

@@ -468,6 +468,47 @@ def test_leaves_go_in_the_order_of_the_policy() -> None:
     assert cache.stats()["evicted"] == 4
 
 
+def test_windows_within_a_session_go_before_what_sessions_end_with() -> None:
+    """A window takes as much memory as 16 pages: what a session has gone on from is not worth that."""
+    cache = make(full(), window(33), arena_bytes=1 << 17)
+    sessions = [[1000 * number + token for token in range(160)] for number in range(3)]
+    for end in (80, 160):
+        for session in sessions:
+            compute(cache, session[:end])
+    compute(cache, sessions[0])
+    middle, whole = ([cache.cached_len(session[:end]) for session in sessions] for end in (80, 160))
+    assert (middle, whole) == ([80] * 3, [160] * 3)
+    lost = 0
+    while lost < 3:
+        some(cache.arena.alloc({"window": 1}))
+        lost = [cache.cached_len(session[:80]) for session in sessions].count(0)
+        assert [cache.cached_len(session) for session in sessions] == [160] * 3
+    while cache.stats()["cached"] == 480:
+        some(cache.arena.alloc({"window": 1}))
+    assert [cache.cached_len(session) for session in sessions] == [160, 0, 160], "the policy's leaf"
+    cache.verify()
+
+
+def test_many_ends_are_looked_at_once_for_several_evictions() -> None:
+    cache = make(full(), window(9), arena_bytes=1 << 20)
+    prompts = [[number, *range(31)] for number in range(1_000)]
+    for prompt in prompts:
+        compute(cache, prompt[:16])
+        compute(cache, prompt)
+    kept = [cache.cached_len(prompt) for prompt in prompts]
+    assert 100 < kept.count(32) < 900, "some had to go"
+    assert kept == sorted(kept), "those used first"
+    # What is used now stays, although it was among the first to go.
+    first = kept.index(32)
+    for prompt in prompts[first : first + 8]:
+        compute(cache, prompt)
+    for number in range(1_000, 1_100):
+        compute(cache, [number, *range(31)])
+    assert [cache.cached_len(prompt) for prompt in prompts[first : first + 8]] == [32] * 8
+    assert cache.cached_len(prompts[first + 8]) == 0
+    cache.verify()
+
+
 def test_nothing_is_evicted_in_vain() -> None:
     cache = make(full(), state(), arena_bytes=1 << 13)
     compute(cache, list(range(16)))

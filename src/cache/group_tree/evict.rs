@@ -1,4 +1,4 @@
-//! Evictions: what is worth nothing, then ends or leaves that are worth least.
+//! Evictions: what is worth nothing, then what is worth least.
 
 use std::collections::{HashMap, HashSet};
 
@@ -66,10 +66,9 @@ impl GroupTree {
     /// Gives up a few units, so that `wanted` units, a number for each group, come closer to fitting `slabs`. Returns
     /// `None` if there is nothing to give up.
     ///
-    /// First units of windows that nothing needs, of the groups that are short, or that leave a slab empty. Then, with
-    /// states, what is worth least for its memory. Without them, ends that a later one of the same request supersedes,
-    /// if windows are short; leaves, in the order of the policy; what leases on longer prefixes do not need; and leaves
-    /// that waiting requests need. When nothing else is left, the units of windows that these need beside leases.
+    /// First units of windows that nothing needs, of the groups that are short, or that leave a slab empty. Then the end
+    /// that is worth least for its memory or, if all groups are full, leaves in the order of the policy. When nothing
+    /// else is left, the units of windows that waiting requests need beside leases.
     ///
     /// `relief` is that of one call that is short: the slabs are looked through until none is left that helps.
     pub fn relieve(
@@ -100,33 +99,16 @@ impl GroupTree {
             }
             relief.has_no_slab = true;
         }
-        if self.has_states() {
+        if self.has_ends() {
             let evicted = self.tree.evict_end(self.freed_memory(slabs), cause);
             return match evicted {
                 Some(evicted) => Some(self.recycle(evicted)),
                 None => self.free_last(slabs),
             };
         }
-        let has_short =
-            |is_of: fn(&GroupTree, usize) -> bool| short.iter().any(|&(group, _)| is_of(self, group));
-        if has_short(|tree, group| tree.blocks.is_counted(group))
-            && let Some(evicted) = self.tree.evict_unused_snapshot(false, cause)
-        {
-            return Some(self.recycle(evicted));
-        }
         let blocks = short.iter().map(|&(group, units)| units * self.blocks.pages_of_unit(group)).min()?;
-        let evicted = self.tree.evict_unneeded(blocks, cause);
-        if !evicted.pages.is_empty() {
-            return Some(self.recycle(evicted));
-        }
-        if let Some(evicted) = self.tree.evict_unused_snapshot(true, cause) {
-            return Some(self.recycle(evicted));
-        }
         let evicted = self.tree.evict(blocks, cause);
-        if !evicted.pages.is_empty() {
-            return Some(self.recycle(evicted));
-        }
-        self.free_last(slabs)
+        if evicted.pages.is_empty() { self.free_last(slabs) } else { Some(self.recycle(evicted)) }
     }
 
     /// Frees units that nothing needs beside others in their slab, or lets a waiting request need its own no longer.
@@ -169,16 +151,20 @@ impl GroupTree {
         short.iter().map(slabs_of).sum::<usize>() <= empty
     }
 
-    /// Returns the memory that a snapshot of every state and a page of every full group free, in slabs.
+    /// Returns the memory that an end and a page of every full group free, in slabs. That of an end is a snapshot of every
+    /// state, and every window: others may need a part of it.
     fn freed_memory(&self, slabs: &Slabs) -> FreedMemory {
         let unit = |group: usize| 1.0 / f64::from(slabs.units(group).units);
         let mut freed = FreedMemory { snapshot: 0.0, page: 0.0 };
         for (group, declared) in self.groups.iter().enumerate() {
+            let page = unit(group) / real(self.blocks.pages_of_unit(group) as u64);
+            let pages = |tokens: usize| real(tokens.div_ceil(self.page_size) as u64);
             match declared.kind() {
                 GroupKind::State => freed.snapshot += unit(group) * real(self.numbers[group].of_unit as u64),
-                GroupKind::Full => freed.page += unit(group) / real(self.blocks.pages_of_unit(group) as u64),
-                // Few of them have units of a window or of sinks.
-                GroupKind::Window { .. } | GroupKind::Chunk { .. } => (),
+                GroupKind::Full => freed.page += page,
+                GroupKind::Window { tokens, .. } => freed.snapshot += page * pages(tokens),
+                // A chunk has begun anywhere.
+                GroupKind::Chunk { tokens, .. } => freed.snapshot += page * pages(tokens) / 2.0,
             }
         }
         freed

@@ -71,8 +71,6 @@ pub(super) struct NextLeaf {
     pub(super) leaf: NodeId,
     /// Whether the policy has chosen it.
     is_of_policy: bool,
-    /// Whether a waiting request needs it, or it is retained.
-    is_kept_last: bool,
 }
 
 /// The number of pages whose lists count as of no caller's length.
@@ -89,16 +87,6 @@ impl Tree {
     /// Evicts at least `pages` pages, or all evictable ones if there are fewer. If the host has little memory,
     /// it evicts fewer pages, or none.
     pub fn evict(&mut self, pages: usize, cause: Cause) -> Evicted {
-        self.evict_leaves(pages, cause, |_| true)
-    }
-
-    /// Works like [`Self::evict`], and stops before what waiting requests need and what is retained.
-    pub(in crate::cache) fn evict_unneeded(&mut self, pages: usize, cause: Cause) -> Evicted {
-        self.evict_leaves(pages, cause, |next| !next.is_kept_last)
-    }
-
-    /// Evicts leaves as long as the next one `may_go`.
-    fn evict_leaves(&mut self, pages: usize, cause: Cause, may_go: impl Fn(&NextLeaf) -> bool) -> Evicted {
         let mut evicted = Evicted::default();
         let Some(pages) = self.fitting(pages.min(self.counts.evictable())) else { return evicted };
         if pages == 0 {
@@ -111,8 +99,7 @@ impl Tree {
         self.record_shortage();
         let mut reason = Reason::from(cause);
         while evicted.pages.len() < pages {
-            let next = self.next_leaf().filter(&may_go);
-            let Some(NextLeaf { leaf, is_of_policy, .. }) = next else { break };
+            let Some(NextLeaf { leaf, is_of_policy }) = self.next_leaf() else { break };
             // The policy cannot guess what follows a leaf that it does not have.
             if is_of_policy {
                 self.fetch_after(leaf);
@@ -139,9 +126,8 @@ impl Tree {
         let of_policy = if ended.is_none() { policy.victim(now) } else { None };
         let needed = || waiting.offered().next();
         let retained = || retained.first().map(|&(.., leaf)| leaf);
-        let unneeded = ended.or(of_policy);
-        let leaf = unneeded.or_else(needed).or_else(retained)?;
-        Some(NextLeaf { leaf, is_of_policy: of_policy.is_some(), is_kept_last: unneeded.is_none() })
+        let leaf = ended.or(of_policy).or_else(needed).or_else(retained)?;
+        Some(NextLeaf { leaf, is_of_policy: of_policy.is_some() })
     }
 
     /// Returns how many of the last `wanted` pages of the policy's victim may go before it chooses again: at least one.
