@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import fields
 from math import inf
 from pathlib import Path
@@ -27,7 +28,10 @@ from kvpool.tools.replay.config import ReplayConfig
 from kvpool.tools.units import parse_count
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvpool.prefill_cost import PrefillCost
+    from kvpool.tools.replay.output import Output
     from kvpool.tools.traces import Trace
 
 DESCRIPTION = (
@@ -43,7 +47,8 @@ With --capacity the prefix cache alone is measured instead: its hit rate by
 policy and size, request after request, without a clock and without outputs.
 --compare measures all policies, and the seconds of prefill that they save.
 --states measures what a hybrid model finds, which resumes only at snapshots
-of its state, beside a full-attention model."""
+of its state, beside a full-attention model. --windows measures models with
+sliding windows, which resume only where K and V of the windows are."""
     ""
 )
 
@@ -132,15 +137,7 @@ def make_parser() -> Parser:
         of=_load_share,
         metavar="SHARE",
     )
-    states = "measure hybrid models: a snapshot takes the memory of K and V of so many tokens: 1600,3100"
-    add("--states", states, metavar="SIZES")
-    add(
-        "--state-share",
-        "share of the memory that --states gives to snapshots, or arena: what they are worth",
-        of=_share,
-        value=0.05,
-    )
-    add("--chunk", "tokens of a chunk of a prompt, at whose end --states takes one", of=count, value=8192)
+    _add_models(add)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add("--plot", "write a plot of occupancy and latencies, or of hit rates", of=Path, metavar="FILE")
     progress = parser.add_mutually_exclusive_group()
@@ -150,24 +147,41 @@ def make_parser() -> Parser:
     return parser
 
 
+def _add_models(add: Callable[..., None]) -> None:
+    """Add the options that measure models with other memory beside pages."""
+    states = "measure hybrid models: a snapshot takes the memory of K and V of so many tokens: 1600,3100"
+    add("--states", states, metavar="SIZES")
+    add(
+        "--state-share",
+        "share of the memory that --states gives to snapshots, or arena: what they are worth",
+        of=_share,
+        value=0.05,
+    )
+    windows = (
+        "measure models with windows of so many tokens in so many layers for each full one: 1024x5,4096x3"
+    )
+    add("--windows", windows, metavar="MODELS")
+    chunk = "tokens of a chunk of a prompt, which --states and --windows publish"
+    add("--chunk", chunk, of=at_least(1), value=8192)
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the command, and return its exit status."""
     need("replay", *COMMANDS["replay"].needs, *(["matplotlib"] if options.plot is not None else []))
     with waiting("loading PyTorch"):
         from rich.console import Console  # noqa: PLC0415 - of an extra, as the rest
 
-        from kvpool.tools.replay import bars, hybrid_rates  # noqa: PLC0415
+        from kvpool.tools.replay import bars  # noqa: PLC0415
         from kvpool.tools.replay.hit_rates import LOAD, Job  # noqa: PLC0415
-        from kvpool.tools.replay.hybrid_rates import HybridJob  # noqa: PLC0415
         from kvpool.tools.replay.output import Output  # noqa: PLC0415
         from kvpool.tools.replay.replay import Replay  # noqa: PLC0415
         from kvpool.tools.traces import TraceError  # noqa: PLC0415
 
     _check_measured(options)
     sizes = None if options.capacity is None else _sizes("--capacity", options.capacity)
-    states = None if options.states is None else _sizes("--states", options.states)
+    has_models = options.states is not None or options.windows is not None
     try:
-        policies = _policies(options.policy, has_several=sizes is not None and states is None)
+        policies = _policies(options.policy, has_several=sizes is not None and not has_models)
         if options.compare:
             policies = [*dict.fromkeys((*COMPARED_POLICIES, *policies))]
         costs = _costs(options.cost or COMPARED_COSTS) if options.compare else ()
@@ -179,11 +193,8 @@ def run(options: argparse.Namespace) -> int:
         errors = Console(stderr=True)
         show = errors.is_terminal and not options.json if options.progress is None else options.progress
         console = errors if show else None
-        if sizes is not None and states is not None:
-            hybrid = HybridJob(states, sizes, options.state_share, options.chunk, policies[0])
-            with waiting("measuring"):
-                found = hybrid_rates.measure(loaded, hybrid)
-            output.print_hybrid_rates(found)
+        if sizes is not None and has_models:
+            _measure_models(options, loaded, sizes, policies[0], output)
             return 0
         if sizes is not None:
             if options.compare and loaded.followed_by is not None and WITH_SESSIONS not in policies:
@@ -202,17 +213,39 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _measure_models(
+    options: argparse.Namespace, trace: Trace, sizes: list[int], policy: str, output: Output
+) -> None:
+    """Measure the models of --states or --windows, and print what they find."""
+    from kvpool.tools.replay import hybrid_rates, window_rates  # noqa: PLC0415 - of an extra
+
+    if options.states is not None:
+        states = _sizes("--states", options.states)
+        hybrid = hybrid_rates.HybridJob(states, sizes, options.state_share, options.chunk, policy)
+        with waiting("measuring"):
+            of_states = hybrid_rates.measure(trace, hybrid)
+        output.print_hybrid_rates(of_states)
+        return
+    models = [window_rates.WindowedModel(*model) for model in _windows(options.windows)]
+    with waiting("measuring"):
+        of_windows = window_rates.measure(trace, window_rates.WindowJob(models, sizes, options.chunk, policy))
+    output.print_window_rates(of_windows)
+
+
 def _check_measured(options: argparse.Namespace) -> None:
     """Exit if the options of what is measured of the prefix cache alone do not go together."""
-    if (options.compare or options.states is not None) and options.capacity is None:
+    own = [name for name in ("states", "windows") if getattr(options, name) is not None]
+    if (options.compare or own) and options.capacity is None:
         options.capacity = COMPARED_CAPACITIES
-    if options.states is not None and (options.compare or options.plot is not None):
-        refuse("--states has a table of its own, without --compare and --plot")
-    measures_all = options.compare or options.states is not None
+    if len(own) > 1:
+        refuse("--states and --windows have a table each")
+    if own and (options.compare or options.plot is not None):
+        refuse(f"--{own[0]} has a table of its own, without --compare and --plot")
+    measures_all = options.compare or own
     if options.capacity is not None and not measures_all and (options.kv or not options.prefix_cache):
         refuse("--capacity measures the prefix cache alone; give --no-kv and --prefix-cache with it")
-    if options.in_use and (options.capacity is None or options.states is not None):
-        refuse("--in-use is beside the caches of --capacity, without --states")
+    if options.in_use and (options.capacity is None or own):
+        refuse("--in-use is beside the caches of --capacity, without --states and --windows")
     if options.cost is not None and not options.compare:
         refuse("--cost is what the hits of --compare save")
     if options.load is not None and not options.compare:
@@ -309,3 +342,15 @@ def _sizes(option: str, text: str) -> list[int]:
             refuse(f"{option}: {part.strip()!r} is not a size in tokens such as 65536, 500K or 8.2M")
         sizes.append(size)
     return sizes
+
+
+def _windows(text: str) -> list[tuple[int, int]]:
+    """Return windows, and the layers with one for each full layer: `1024x5` is 1,024 tokens in five."""
+    models = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})x(\d{1,3})\s*", part)
+        window, layers = (int(number) for number in match.groups()) if match else (0, 0)
+        if not window or not layers:
+            refuse(f"--windows: {part.strip()!r} is no window and its layers, such as 1024x5")
+        models.append((window, layers))
+    return models

@@ -107,16 +107,10 @@ def measure(trace: Trace, job: HybridJob) -> HybridRates:
             snapshot.
     """
     block = trace.block_size
-    if job.chunk < block:
-        raise ConfigError(f"chunk {job.chunk} is less than a block of {block} tokens")
-    prompts = Prompts(trace)
-    texts = [
-        prompts.whole_blocks_of(request)[: length // block * block]
-        for request, length in enumerate(trace.input_lens.tolist())
-    ]
+    texts = whole_blocks(trace, job.chunk)
     rates = []
     for capacity in job.capacities:
-        full = _found(texts, capacity // block * block, block, job, snapshots=0)
+        full = found_by_full_attention(texts, capacity, block, job.policy)
         for snapshot_tokens in job.snapshot_tokens:
             if job.share is None:
                 hybrid, snapshots = _found_in_arena(texts, capacity, block, job, snapshot_tokens)
@@ -142,14 +136,51 @@ def measure(trace: Trace, job: HybridJob) -> HybridRates:
     )
 
 
+def whole_blocks(trace: Trace, chunk: int) -> list[NDArray[np.int32]]:
+    """Return the prompts of a trace, without the last tokens of each that do not fill a block.
+
+    Raises:
+        ConfigError: If a chunk of them is less than a block.
+    """
+    block = trace.block_size
+    if chunk < block:
+        raise ConfigError(f"chunk {chunk} is less than a block of {block} tokens")
+    prompts = Prompts(trace)
+    return [
+        prompts.whole_blocks_of(request)[: length // block * block]
+        for request, length in enumerate(trace.input_lens.tolist())
+    ]
+
+
+def found_by_full_attention(
+    texts: Sequence[NDArray[np.int32]], capacity: int, block: int, policy: str
+) -> int:
+    """Return the tokens that a full-attention model finds with memory of `capacity` tokens."""
+    size = capacity // block * block
+    allocator = TokenToKVPoolAllocator(size, device="cpu", page_size=block, need_sort=False)
+    cache = PrefixCache(allocator, policy=policy_named(policy))
+    found = 0
+    for text in texts:
+        tokens = text[:size]
+        with cache.match(tokens) as lease:
+            found += lease.length
+            if lease.length < len(tokens):
+                lease.publish(tokens[lease.length :], allocator.alloc(len(tokens) - lease.length))
+    return found
+
+
+def chunk_end(begin: int, length: int, chunk: int, known: int) -> int:
+    """Return where a chunk ends: at the latest where other prompts diverge from this one, at `known`."""
+    end = min(begin + chunk, length)
+    return known if begin < known < end else end
+
+
 def _found(
     texts: Sequence[NDArray[np.int32]], capacity: int, block: int, job: HybridJob, snapshots: int
 ) -> int:
-    """Return the tokens that are found with pages of a block; without snapshots by a full-attention model."""
+    """Return the tokens that are found with pages of a block, and a share of the memory for snapshots."""
     allocator = TokenToKVPoolAllocator(capacity, device="cpu", page_size=block, need_sort=False)
-    states = None
-    if snapshots:
-        states = GDNPool(1, 1, 1, 1, 1, 1, 2, device="cpu", max_track_slots=snapshots)
+    states = GDNPool(1, 1, 1, 1, 1, 1, 2, device="cpu", max_track_slots=snapshots)
     cache = PrefixCache(allocator, policy=policy_named(job.policy), states=states)
     chunk = job.chunk // block * block
     found = 0
@@ -157,12 +188,10 @@ def _found(
         tokens = text[:capacity]
         with cache.match(tokens) as lease:
             found += lease.length
-            if states is None and lease.length < len(tokens):
-                lease.publish(tokens[lease.length :], allocator.alloc(len(tokens) - lease.length))
             cached = lease.kv_length
             while lease.length < len(tokens):
                 begin = lease.length
-                end = _chunk_end(begin, len(tokens), chunk, cached)
+                end = chunk_end(begin, len(tokens), chunk, cached)
                 lease.publish(tokens[begin:end], allocator.alloc(end - begin), state=1)
     return found
 
@@ -188,16 +217,10 @@ def _found_in_arena(
             known = lease.known_length
             while lease.length < len(text):
                 begin = lease.length
-                end = _chunk_end(begin, len(text), chunk, known)
+                end = chunk_end(begin, len(text), chunk, known)
                 units = arena.alloc({"full": (end - begin) // block, "state": 1})
                 # The arena has no room for more of the prompt.
                 if units is None:
                     break
                 lease.publish(text[:end], units)
     return found, cache.group_stats("state")["units"]
-
-
-def _chunk_end(begin: int, length: int, chunk: int, known: int) -> int:
-    """Return where a chunk ends: at the latest where other prompts diverge from this one, at `known`."""
-    end = min(begin + chunk, length)
-    return known if begin < known < end else end

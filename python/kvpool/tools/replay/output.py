@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvpool.tools.replay.hit_rates import HitRates
     from kvpool.tools.replay.hybrid_rates import HybridRates
     from kvpool.tools.replay.replay import ReplayResult
+    from kvpool.tools.replay.window_rates import WindowRates
 
 T = TypeVar("T")
 
@@ -79,6 +80,15 @@ class Output:
         )
 
         self._print(rates, hybrid_rates_as_json, print_hybrid_rates)
+
+    def print_window_rates(self, rates: WindowRates) -> None:
+        """Print what models with windows find."""
+        from kvpool.tools.replay.report import (  # noqa: PLC0415 - it needs NumPy
+            print_window_rates,
+            window_rates_as_json,
+        )
+
+        self._print(rates, window_rates_as_json, print_window_rates)
 
     def _print(
         self, found: T, as_json: Callable[[T], dict[str, Any]], show: Callable[[T, Console], None]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvpool.tools.replay.hit_rates import HitRate, HitRates
     from kvpool.tools.replay.hybrid_rates import HybridRates
     from kvpool.tools.replay.replay import ReplayResult
+    from kvpool.tools.replay.window_rates import WindowRates
 
 
 def as_json(result: ReplayResult) -> dict[str, Any]:
@@ -118,6 +119,40 @@ def print_hybrid_rates(rates: HybridRates, console: Console) -> None:
         f"{rates.prompt_tokens:,} tokens in whole blocks of {rates.requests:,} prompts, in chunks of "
         f"{rates.chunk:,}; policy {rates.policy}.",
         f"Snapshots: {memory}. memory, a snapshot: in tokens of K and V.",
+        sep="\n",
+        highlight=False,
+    )
+
+
+def window_rates_as_json(rates: WindowRates) -> dict[str, Any]:
+    """Return what models with windows find as plain values."""
+    plain = asdict(rates)
+    for entry, rate in zip(plain["rates"], rates.rates, strict=True):
+        entry["share_found"] = rate.share
+    return plain
+
+
+def print_window_rates(rates: WindowRates, console: Console) -> None:
+    """Print a row for each capacity and model."""
+    console.print(f"Tokens found by models with windows, {rates.trace}", style="italic", highlight=False)
+    table = Table()
+    for column in ("memory", "window", "layers with one", "if it were free", "found", "share"):
+        table.add_column(column, justify="right")
+    for rate in rates.rates:
+        table.add_row(
+            tokens_text(rate.capacity),
+            f"{rate.model.window:,}",
+            f"{rate.model.layers} of {rate.model.layers + 1}",
+            f"{rate.possible_tokens / rates.prompt_tokens:.1%}",
+            f"{rate.found_tokens / rates.prompt_tokens:.1%}",
+            f"{rate.share:.1%}",
+        )
+    console.print(table)
+    console.print(
+        f"{rates.prompt_tokens:,} tokens in whole blocks of {rates.requests:,} prompts, in chunks of "
+        f"{rates.chunk:,}; policy {rates.policy}.",
+        "memory: in tokens of K and V of all layers. "
+        "if it were free: if windows took no memory and were everywhere.",
         sep="\n",
         highlight=False,
     )
