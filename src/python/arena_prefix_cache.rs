@@ -45,8 +45,9 @@ use super::waiting_request::WaitingRequest;
 ///
 /// The cache owns units of the arena, from their publication to their eviction; requests hold leases. A lease locks
 /// what a request needs to go on, and not what is behind a window. A call of the arena that is short of units evicts
-/// what is worth least: units of windows that nothing needs, snapshots, ends of prefixes in the order of the policy. If
-/// all that would not suffice, it evicts nothing and fails. Freeing a cached unit through the arena is an invalid free.
+/// what is worth least: units of windows that nothing needs, then what is worth least for its memory, a snapshot or a
+/// window within a prefix or the end of one; of full groups alone, ends in the order of the policy. If all that would
+/// not suffice, it evicts nothing and fails. Freeing a cached unit through the arena is an invalid free.
 ///
 /// Token ids are ints in `[0, 2**31)`, as those of `PrefixCache`. Prefixes are compared token by token, never by a
 /// hash. A namespace (a str, bytes or an int, such as an adapter or a tenant) keeps prefixes apart: two namespaces
