@@ -74,21 +74,15 @@ class Output:
 
     def print_hybrid_rates(self, rates: HybridRates) -> None:
         """Print what hybrid models find."""
-        from kvpool.tools.replay.report import (  # noqa: PLC0415 - it needs NumPy
-            hybrid_rates_as_json,
-            print_hybrid_rates,
-        )
+        from kvpool.tools.replay.report import print_hybrid_rates, shares_as_json  # noqa: PLC0415 - NumPy
 
-        self._print(rates, hybrid_rates_as_json, print_hybrid_rates)
+        self._print(rates, shares_as_json, print_hybrid_rates)
 
     def print_window_rates(self, rates: WindowRates) -> None:
         """Print what models with windows find."""
-        from kvpool.tools.replay.report import (  # noqa: PLC0415 - it needs NumPy
-            print_window_rates,
-            window_rates_as_json,
-        )
+        from kvpool.tools.replay.report import print_window_rates, shares_as_json  # noqa: PLC0415 - NumPy
 
-        self._print(rates, window_rates_as_json, print_window_rates)
+        self._print(rates, shares_as_json, print_window_rates)
 
     def _print(
         self, found: T, as_json: Callable[[T], dict[str, Any]], show: Callable[[T, Console], None]

@@ -12,13 +12,15 @@ from kvpool.tools.policies import BELADY
 from kvpool.tools.replay.replay import BOOKKEEPING, OPERATIONS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from rich.console import Console
 
     from kvpool.tools.replay.hit_rates import HitRate, HitRates
-    from kvpool.tools.replay.hybrid_rates import HybridRates
+    from kvpool.tools.replay.hybrid_rates import HybridRate, HybridRates
     from kvpool.tools.replay.replay import ReplayResult
-    from kvpool.tools.replay.window_rates import WindowRates
+    from kvpool.tools.replay.window_rates import WindowRate, WindowRates
 
 
 def as_json(result: ReplayResult) -> dict[str, Any]:
@@ -90,12 +92,10 @@ def _beside(rates: HitRates) -> str:
     return f"; requests have {rates.in_use:.1%} of each pool" if rates.in_use else ""
 
 
-def hybrid_rates_as_json(rates: HybridRates) -> dict[str, Any]:
-    """Return what hybrid models find as plain values."""
-    plain = asdict(rates)
-    for entry, rate in zip(plain["rates"], rates.rates, strict=True):
-        entry["share_found"] = rate.share
-    return plain
+def shares_as_json(rates: HybridRates | WindowRates) -> dict[str, Any]:
+    """Return what models with other memory beside pages find as plain values."""
+    each: Sequence[HybridRate | WindowRate] = rates.rates
+    return {**asdict(rates), "rates": [{**asdict(rate), "share_found": rate.share} for rate in each]}
 
 
 def print_hybrid_rates(rates: HybridRates, console: Console) -> None:
@@ -122,14 +122,6 @@ def print_hybrid_rates(rates: HybridRates, console: Console) -> None:
         sep="\n",
         highlight=False,
     )
-
-
-def window_rates_as_json(rates: WindowRates) -> dict[str, Any]:
-    """Return what models with windows find as plain values."""
-    plain = asdict(rates)
-    for entry, rate in zip(plain["rates"], rates.rates, strict=True):
-        entry["share_found"] = rate.share
-    return plain
 
 
 def print_window_rates(rates: WindowRates, console: Console) -> None:
