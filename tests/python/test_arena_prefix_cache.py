@@ -509,6 +509,30 @@ def test_many_ends_are_looked_at_once_for_several_evictions() -> None:
     cache.verify()
 
 
+def test_of_many_ends_one_that_a_request_waits_for_goes_last() -> None:
+    cache = make(full(), window(9), arena_bytes=1 << 20)
+    prompts = [[number, *range(31)] for number in range(100)]
+    for end in (16, 32):
+        for prompt in prompts:
+            compute(cache, prompt[:end])
+    runs = [cache.match(prompt) for prompt in prompts[1:]]
+    waiting = cache.add_waiting(prompts[0])
+
+    def lose_one() -> None:
+        before = [cache.cached_len(prompt[:16]) for prompt in prompts]
+        while [cache.cached_len(prompt[:16]) for prompt in prompts] == before:
+            some(cache.arena.alloc({"window": 1}))
+
+    lose_one()
+    # Those that would have gone next are used, and many others are not.
+    runs += [cache.match(prompt[:16]) for prompt in prompts[:20]]
+    lose_one()
+    assert cache.cached_len(prompts[0]) == 32
+    assert [len(lease) for lease in runs[:99]] == [32] * 99
+    del waiting
+    cache.verify()
+
+
 def test_nothing_is_evicted_in_vain() -> None:
     cache = make(full(), state(), arena_bytes=1 << 13)
     compute(cache, list(range(16)))

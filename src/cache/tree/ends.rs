@@ -11,6 +11,7 @@
 use super::cause::Cause;
 use super::evict::Evicted;
 use super::snapshot_order::{FreedMemory, RankedSnapshot};
+use super::snapshots::SnapshotRank;
 use super::{Kind, NodeId, Tree};
 
 /// Returns for how many more evictions it is enough to have looked at all of so many ends: a 64th of them, and a 16th of
@@ -69,8 +70,9 @@ impl Tree {
             self.queues.policy.worth(&history, self.now).is_some()
         });
         let of_policy = leaf.and_then(|leaf| self.judge(freed).rank_unused(leaf));
-        // Superseded ones go before those that are remembered.
-        if self.least_ends.left == 0 || of_policy.is_none() || self.has_superseded() {
+        // Superseded ones go before those that are remembered, and a leaf that a waiting request needs after all others.
+        let is_last_left = of_policy.is_none_or(|end| end.rank == SnapshotRank::Needed);
+        if self.least_ends.left == 0 || is_last_left || self.has_superseded() {
             self.remember_least_ends(has_worth, freed);
         } else {
             self.least_ends.left -= 1;
