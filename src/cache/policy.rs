@@ -328,6 +328,12 @@ pub trait Policy: fmt::Debug + Send {
         None
     }
 
+    /// Returns whether the tree may evict another leaf than the last [`Policy::victim`], one whose [`Policy::worth`] is less
+    /// for the memory that is freed with it.
+    fn may_replace(&self) -> bool {
+        true
+    }
+
     /// Returns the size of the bookkeeping in bytes.
     fn bytes(&self) -> usize;
 

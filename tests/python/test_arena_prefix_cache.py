@@ -533,6 +533,33 @@ def test_of_many_ends_one_that_a_request_waits_for_goes_last() -> None:
     cache.verify()
 
 
+@pytest.mark.parametrize("other", [window(33), state(2_048)], ids=["window", "state"])
+def test_ends_that_are_worth_less_lose_little_beside_recency(other: Group) -> None:
+    """All conversations have three turns: the more memory one has, the less often it goes on."""
+
+    def found_by(policy: str) -> int:
+        cache = make(full(), other, arena_bytes=1 << 19, policy=policy)
+        generator = np.random.default_rng(0)
+        turns: list[int] = []
+        open_ones: list[int] = []
+        for _ in range(12_000):
+            if open_ones and generator.random() < 0.6:
+                at = -1 - min(int(generator.exponential(60)), len(open_ones) - 1)
+                number = open_ones[at]
+            else:
+                at, number = -1, len(turns)
+                turns.append(0)
+                open_ones.append(number)
+            turns[number] += 1
+            if turns[number] == 3:
+                del open_ones[at]
+            compute(cache, [number] * (64 * turns[number]))
+        return cache.stats()["hit_tokens"]
+
+    recent, learned = map(found_by, ("lru", "adaptive"))
+    assert learned > 0.96 * recent > 0
+
+
 def test_nothing_is_evicted_in_vain() -> None:
     cache = make(full(), state(), arena_bytes=1 << 13)
     compute(cache, list(range(16)))

@@ -14,7 +14,8 @@
 //! the leaf that is worth least is evicted of those that such a cache would have evicted by now. So the cache saves at
 //! least 0.975 of what least-recently-used eviction would save, less a sixteenth of what the tokens of its capacity
 //! save, in the mean; with a cost, half of what these save may be lost besides. That does not hold where leaves that should go are
-//! locked, and where requests resume at snapshots.
+//! locked, and where requests resume at snapshots. Where leaves go by their value for the memory, in an arena with windows
+//! or states, they do so until that much was lost; what is early then may be lost besides.
 //!
 //! *Invariant.* All state follows from the calls: times are counted in tokens, and there are no random
 //! numbers.
@@ -217,6 +218,10 @@ impl Policy for Adaptive {
         let Worth { victim, least_kept } = self.cohorts.chosen().filter(|_| self.chosen != Chosen::Oldest)?;
         // From hits per time to hits in the time of the capacity.
         Some(Worth { victim: victim * self.capacity, least_kept: least_kept * self.capacity })
+    }
+
+    fn may_replace(&self) -> bool {
+        !self.recency.has_lost_too_much()
     }
 
     fn worth(&mut self, history: &History, now: Tick) -> Option<f64> {

@@ -2,8 +2,8 @@
 //!
 //! Pages and ends, which are snapshots or have windows, share memory. What counts is the value of an end (see
 //! [`super::snapshot_order`]) for the memory that is freed: of one within a path its own, of one at the end of a leaf also
-//! that of the pages there. A policy that estimates no worth says itself which leaf goes: only the ends within paths go
-//! by their value.
+//! that of the pages there. A policy that estimates no worth, or by whose worth too much was lost, says itself which leaf
+//! goes: only the ends within paths go by their value.
 //!
 //! *Cost.* A look at all ends takes 0.6 ms if there are 5,000. Where there are more than 64, one serves several evictions:
 //! those of the least value are remembered.
@@ -65,19 +65,20 @@ impl Tree {
 
     /// Returns the end to evict next: that of the policy's leaf, or another one of less value.
     fn least_end(&mut self, leaf: Option<NodeId>, freed: FreedMemory) -> Option<NodeId> {
-        let has_worth = leaf.is_some_and(|leaf| {
+        let by_value = leaf.is_some_and(|leaf| {
             let history = self.node(leaf).history;
-            self.queues.policy.worth(&history, self.now).is_some()
+            let policy = &mut self.queues.policy;
+            policy.worth(&history, self.now).is_some() && policy.may_replace()
         });
         let of_policy = leaf.and_then(|leaf| self.judge(freed).rank_unused(leaf));
         // Superseded ones go before those that are remembered, and a leaf that a waiting request needs after all others.
         let is_last_left = of_policy.is_none_or(|end| end.rank == SnapshotRank::Needed);
         if self.least_ends.left == 0 || is_last_left || self.has_superseded() {
-            self.remember_least_ends(has_worth, freed);
+            self.remember_least_ends(by_value, freed);
         } else {
             self.least_ends.left -= 1;
         }
-        let other = self.remembered_end(has_worth, freed);
+        let other = self.remembered_end(by_value, freed);
         of_policy.into_iter().chain(other).min_by(RankedSnapshot::order).map(|least| least.node)
     }
 

@@ -118,10 +118,29 @@ impl Leeway {
         if self.tokens <= 0.0 {
             return 0.0;
         }
-        let capacity = real(capacity) * self.again.sum / self.tokens;
-        let little = (LITTLE * self.again.sum - self.recent.sum).max(0.0);
-        let strict = own - (1.0 - LOSS) * recent + little + self.of_capacity * capacity;
+        let capacity = self.saved_by(capacity);
+        let strict = self.strict(own, recent, capacity);
         strict.max(self.in_the_mean(strict, capacity))
+    }
+
+    /// Returns whether such a cache has lost more than it may lose in the mean, whatever is early now.
+    pub(super) fn has_lost_too_much(&self, own: f64, recent: f64, capacity: u64) -> bool {
+        if self.tokens <= 0.0 {
+            return false;
+        }
+        let capacity = self.saved_by(capacity);
+        self.strict(own, recent, capacity) + ADVANCE * capacity < 0.0
+    }
+
+    /// Returns what `tokens` tokens save.
+    fn saved_by(&self, tokens: u64) -> f64 {
+        real(tokens) * self.again.sum / self.tokens
+    }
+
+    /// Returns what early tokens may save, all of which may be lost, where the tokens of the capacity save `capacity`.
+    fn strict(&self, own: f64, recent: f64, capacity: f64) -> f64 {
+        let little = (LITTLE * self.again.sum - self.recent.sum).max(0.0);
+        own - (1.0 - LOSS) * recent + little + self.of_capacity * capacity
     }
 
     /// Returns what early tokens may save so that no more than `strict` is lost in the mean, and a bit to begin with.
@@ -220,6 +239,20 @@ mod tests {
         assert_is(&leeway, [100.0, 100.0], 25.0 / LEAST_SHARE);
         assert_is(&leeway, [50.0, 100.0], -47.5);
         assert_is(&leeway, [0.0, 1_000.0], -975.0);
+    }
+
+    #[test]
+    fn what_is_lost_beside_a_fortieth_and_a_sixteenth_of_the_capacity_is_too_much() {
+        let of = |leeway: &Leeway, own| leeway.has_lost_too_much(own, 1_000.0, 1_000);
+        assert!(!of(&Leeway::of_tokens(), 0.0), "nothing was looked up again");
+        let mut leeway = after(&[100; 10]);
+        assert_eq!([912.0, 913.0].map(|own| of(&leeway, own)), [true, false]);
+        leeway.record_ended(1e9);
+        assert_eq!(
+            [912.0, 913.0].map(|own| of(&leeway, own)),
+            [true, false],
+            "whatever becomes of what is early"
+        );
     }
 
     #[test]

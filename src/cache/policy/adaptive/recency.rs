@@ -93,6 +93,11 @@ impl Recency {
         allowed - self.early_at_stake()
     }
 
+    /// Returns whether the cache has lost what it may lose in the mean.
+    pub(super) fn has_lost_too_much(&self) -> bool {
+        self.leeway.has_lost_too_much(self.own, self.recent, self.capacity)
+    }
+
     /// Returns what the early tokens would save.
     ///
     /// Least-recently-used eviction needs no room for the present request yet: it may have all of it. So what is evicted
