@@ -22,7 +22,12 @@ from kvpool import (
 from kvpool._kvpool import PrefixCache
 from kvpool.errors import ConfigError
 from kvpool.tools.policies import policy_named
-from kvpool.tools.replay.prompts import Prompts
+from kvpool.tools.replay.found_tokens import (
+    chunk_end,
+    found_by_full_attention,
+    found_in_arena,
+    whole_blocks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,45 +141,6 @@ def measure(trace: Trace, job: HybridJob) -> HybridRates:
     )
 
 
-def whole_blocks(trace: Trace, chunk: int) -> list[NDArray[np.int32]]:
-    """Return the prompts of a trace, without the last tokens of each that do not fill a block.
-
-    Raises:
-        ConfigError: If a chunk of them is less than a block.
-    """
-    block = trace.block_size
-    if chunk < block:
-        raise ConfigError(f"chunk {chunk} is less than a block of {block} tokens")
-    prompts = Prompts(trace)
-    return [
-        prompts.whole_blocks_of(request)[: length // block * block]
-        for request, length in enumerate(trace.input_lens.tolist())
-    ]
-
-
-def found_by_full_attention(
-    texts: Sequence[NDArray[np.int32]], capacity: int, block: int, policy: str
-) -> int:
-    """Return the tokens that a full-attention model finds with memory of `capacity` tokens."""
-    size = capacity // block * block
-    allocator = TokenToKVPoolAllocator(size, device="cpu", page_size=block, need_sort=False)
-    cache = PrefixCache(allocator, policy=policy_named(policy))
-    found = 0
-    for text in texts:
-        tokens = text[:size]
-        with cache.match(tokens) as lease:
-            found += lease.length
-            if lease.length < len(tokens):
-                lease.publish(tokens[lease.length :], allocator.alloc(len(tokens) - lease.length))
-    return found
-
-
-def chunk_end(begin: int, length: int, chunk: int, known: int) -> int:
-    """Return where a chunk ends: at the latest where other prompts diverge from this one, at `known`."""
-    end = min(begin + chunk, length)
-    return known if begin < known < end else end
-
-
 def _found(
     texts: Sequence[NDArray[np.int32]], capacity: int, block: int, job: HybridJob, snapshots: int
 ) -> int:
@@ -209,18 +175,5 @@ def _found_in_arena(
     )
     arena = CacheArena(layout, capacity, "cpu")
     cache = ArenaPrefixCache(arena, policy=policy_named(job.policy))
-    chunk = job.chunk // block * block
-    found = 0
-    for text in texts:
-        with cache.match(text) as lease:
-            found += lease.length
-            known = lease.known_length
-            while lease.length < len(text):
-                begin = lease.length
-                end = chunk_end(begin, len(text), chunk, known)
-                units = arena.alloc({"full": (end - begin) // block, "state": 1})
-                # The arena has no room for more of the prompt.
-                if units is None:
-                    break
-                lease.publish(text[:end], units)
+    found = found_in_arena(texts, cache, job.chunk, lambda pages: arena.alloc({"full": pages, "state": 1}))
     return found, cache.group_stats("state")["units"]

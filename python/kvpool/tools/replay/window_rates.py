@@ -8,12 +8,12 @@ Prompts are cut to whole blocks, because a trace does not say what follows the l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpool import ArenaPrefixCache, CacheArena, CacheLayout, Group, Plane
 from kvpool.errors import ConfigError
 from kvpool.tools.policies import policy_named
-from kvpool.tools.replay.hybrid_rates import chunk_end, found_by_full_attention, whole_blocks
+from kvpool.tools.replay.found_tokens import found_by_full_attention, found_in_arena, whole_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,22 +134,13 @@ def _found(
     layout = CacheLayout([Group("full", "full", [0], plane), window], page_size=block)
     arena = CacheArena(layout, capacity * (1 + model.layers), "cpu")
     cache = ArenaPrefixCache(arena, policy=policy_named(job.policy))
-    chunk = job.chunk // block * block
-    found = 0
-    for text in texts:
-        with cache.match(text) as lease:
-            found += lease.length
-            known = lease.known_length
-            while lease.length < len(text):
-                begin = lease.length
-                end = chunk_end(begin, len(text), chunk, known)
-                pages = (end - begin) // block
-                # The others are behind the window.
-                kept = min(pages, model.window // block)
-                units = arena.alloc({"full": pages, "window": kept})
-                # The arena has no room for more of the prompt.
-                if units is None:
-                    break
-                behind = [None] * (pages - kept)
-                lease.publish(text[:end], {**units, "window": [*behind, *units["window"]]})
-    return found
+
+    def alloc(pages: int) -> dict[str, list[Any]] | None:
+        kept = min(pages, model.window // block)
+        units = arena.alloc({"full": pages, "window": kept})
+        if units is not None:
+            # The others are behind the window.
+            units["window"] = [*[None] * (pages - kept), *units["window"]]
+        return units
+
+    return found_in_arena(texts, cache, job.chunk, alloc)
